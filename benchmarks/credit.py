@@ -99,23 +99,25 @@ def _results(asked: Iterable[tuple[Arm, int]], steps: int, file: Path) -> Iterab
     for arm, seed in asked:
         # Read anew each time: another process may have run it meanwhile.
         there = [Result(**json.loads(line)) for line in file.read_text().splitlines()]
-        known = {(one.task, one.arm, one.seed, one.group, one.steps): one for one in there}
+        known = {(result.task, result.arm, result.seed, result.group, result.steps): result for result in there}
         result = known.get((arm.task.name, arm.name, seed, arm.task.group, steps))
         if result is None:
             with scratch("credit") as directory:
                 result = run(arm, seed, steps, directory, _progress)
             with file.open("a") as out:
                 print(json.dumps(result.json()), file=out)
-            _say(result, f"final {result.final:.3f}" if not result.refused else result.refused)
+            _print_progress(result, f"final {result.final:.3f}" if not result.refused else result.refused)
         yield result
 
 
 def _progress(result: Result) -> None:
     if len(result.success) % 10 == 0:
-        _say(result, f"step {len(result.success)}: success {mean(result.success[-10:]):.2f}, return {mean(result.mean_return[-10:]):.2f}")
+        _print_progress(
+            result, f"step {len(result.success)}: success {mean(result.success[-10:]):.2f}, return {mean(result.mean_return[-10:]):.2f}"
+        )
 
 
-def _say(result: Result, what: str) -> None:
+def _print_progress(result: Result, what: str) -> None:
     print(f"{result.task} {result.arm} seed {result.seed}: {what}", file=sys.stderr, flush=True)
 
 
@@ -153,17 +155,19 @@ def _figures(results: Sequence[Result]) -> dict[str, Any]:
     """Return the figures of one arm over its seeds; empty if it was not run."""
     if not results:
         return {}
-    hits = [steps_to(one.success) for one in results]
-    at = [one.success[CONTRAST_STEP] for one in results if len(one.success) > CONTRAST_STEP]
+    hits = [steps_to(result.success) for result in results]
+    at = [result.success[CONTRAST_STEP] for result in results if len(result.success) > CONTRAST_STEP]
     return {
-        "final": [round(one.final, 3) for one in results],
-        "final_mean": round(mean(one.final for one in results), 3),
-        f"at_{CONTRAST_STEP}": [round(one, 3) for one in at],
+        "final": [round(result.final, 3) for result in results],
+        "final_mean": round(mean(result.final for result in results), 3),
+        f"at_{CONTRAST_STEP}": [round(success, 3) for success in at],
         f"at_{CONTRAST_STEP}_mean": round(mean(at), 3) if at else None,
         "steps_to_hit": hits,
-        "steps_to_hit_median": median(one.steps if hit is None else hit for one, hit in zip(results, hits, strict=True)),
-        "gap": max(one.gap for one in results),
-        "seconds_a_step": round(sum(sum(one.seconds.values()) for one in results) / max(sum(len(one.success) for one in results), 1), 2),
+        "steps_to_hit_median": median(result.steps if hit is None else hit for result, hit in zip(results, hits, strict=True)),
+        "gap": max(result.gap for result in results),
+        "seconds_a_step": round(
+            sum(sum(result.seconds.values()) for result in results) / max(sum(len(result.success) for result in results), 1), 2
+        ),
     }
 
 
@@ -179,21 +183,21 @@ def _ratios(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any
 
 def _checked(results: Sequence[Result], runs: Runs) -> dict[str, int]:
     """Return counts that must be 0 in any run."""
-    trained = [one for one in results if not one.refused]
+    trained = [result for result in results if not result.refused]
     return {
-        "untrained": sum(abs(one.sampled - one.trained) for one in trained),
-        "unaccounted": sum(one.unaccounted for one in results),
-        "drops": sum(one.drops for one in results),
-        "false_alarms": sum(len(one.alarms) for one in results if one.arm != "gamed"),
-        "false_refusals": sum(bool(one.refused) for one in results if one.arm != "retokenized"),
-        "unseen_retokenized": sum(not one.refused for one in runs.get(("flow", "retokenized"), [])),
+        "untrained": sum(abs(result.sampled - result.trained) for result in trained),
+        "unaccounted": sum(result.unaccounted for result in results),
+        "drops": sum(result.drops for result in results),
+        "false_alarms": sum(len(result.alarms) for result in results if result.arm != "gamed"),
+        "false_refusals": sum(bool(result.refused) for result in results if result.arm != "retokenized"),
+        "unseen_retokenized": sum(not result.refused for result in runs.get(("flow", "retokenized"), [])),
     }
 
 
 def _claims(ours: Mapping[str, dict[str, Any]], peer: Mapping[str, dict[str, Any]], runs: Runs) -> dict[str, int]:
     """Return the claims on whole runs that do not hold: counts of seeds, or 1."""
-    failures = {f"{task}_not_learned": sum(one < LEARNED for one in ours[task].get("final", [])) for task in OURS}
-    failures["unseen_gaming"] = sum(not one.alarms for one in runs.get(("flow", "gamed"), []))
+    failures = {f"{task}_not_learned": sum(final < LEARNED for final in ours[task].get("final", [])) for task in OURS}
+    failures["unseen_gaming"] = sum(not result.alarms for result in runs.get(("flow", "gamed"), []))
     at, hit = f"at_{CONTRAST_STEP}_mean", "steps_to_hit_median"
     if ours["flow"] and peer["flow"]:
         failures["flow_no_contrast"] = int(ours["flow"][at] - peer["flow"][at] < CONTRAST)

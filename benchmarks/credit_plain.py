@@ -43,12 +43,12 @@ def main() -> None:
             with scratch("credit-plain") as directory:
                 results.append(run(Inbox(kinds=arguments.kinds, entropy=arguments.entropy), credit, seed, arguments.steps, directory))
             print(f"{credit:12}seed {seed:3}  final {results[-1].final:.3f}  to 0.8: {steps_to(results[-1].success)}", flush=True)
-        hits = [steps_to(one.success) for one in results]
+        hits = [steps_to(result.success) for result in results]
         summary[credit] = {
             "seeds": len(results),
-            "learned": sum(one.final >= LEARNED for one in results),
-            "final": [round(one.final, 3) for one in results],
-            "final_mean": round(mean(one.final for one in results), 3),
+            "learned": sum(result.final >= LEARNED for result in results),
+            "final": [round(result.final, 3) for result in results],
+            "final_mean": round(mean(result.final for result in results), 3),
             "steps_to_hit": hits,
             "steps_to_hit_median": median(arguments.steps if hit is None else hit for hit in hits),
         }
@@ -65,7 +65,7 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
     for _ in range(steps):
         rollouts = sampler.rollouts(task, task.goals(rng, GROUPS))
         result.success.append(success(task, rollouts))
-        calls = [call for one in rollouts for call in one.calls]
+        calls = [call for rollout in rollouts for call in rollout.calls]
         # Calls that are alike are computed once: the same loss and gradient.
         different, place = torch.tensor([call.prompt + call.reply for call in calls]).unique(dim=0, return_inverse=True)
         logits = model(different[:, :-1]).logits[:, -REPLY_TOKENS:].log_softmax(-1)
@@ -86,10 +86,10 @@ def run(task: Inbox, credit: str, seed: int, steps: int, directory: Path) -> Res
 def _advantages(rollouts: Sequence[Sampled], credit: str) -> NDArray[np.float64]:
     """Return the advantage of each call: of its grade among its group's calls at the same turn, or of its rollout's sum of grades."""
     if credit == "own":
-        graded = [(call.turn.grade or 0.0, (one.group, turn)) for one in rollouts for turn, call in enumerate(one.calls)]
+        graded = [(call.turn.grade or 0.0, (rollout.group, turn)) for rollout in rollouts for turn, call in enumerate(rollout.calls)]
         return _among([value for value, _ in graded], [place for _, place in graded])
-    sums = _among([sum(call.turn.grade or 0.0 for call in one.calls) for one in rollouts], [one.group for one in rollouts])
-    return np.repeat(sums, [len(one.calls) for one in rollouts])
+    sums = _among([sum(call.turn.grade or 0.0 for call in rollout.calls) for rollout in rollouts], [rollout.group for rollout in rollouts])
+    return np.repeat(sums, [len(rollout.calls) for rollout in rollouts])
 
 
 def _among(values: Sequence[float], places: Sequence[object]) -> NDArray[np.float64]:
@@ -98,9 +98,9 @@ def _among(values: Sequence[float], places: Sequence[object]) -> NDArray[np.floa
     by_place: dict[object, list[int]] = {}
     for index, place in enumerate(places):
         by_place.setdefault(place, []).append(index)
-    for here in by_place.values():
-        if len(here) > 1:
-            result[here] = (given[here] - given[here].mean()) / (given[here].std(ddof=1) + 1e-6)
+    for indexes in by_place.values():
+        if len(indexes) > 1:
+            result[indexes] = (given[indexes] - given[indexes].mean()) / (given[indexes].std(ddof=1) + 1e-6)
     return result
 
 

@@ -172,7 +172,7 @@ class Inbox:
         return self.prompt([rng.choice(KINDS[: self.kinds])], State(0)), [rng.choice(self.tools), WORDS[2]]
 
 
-def spoken(word: str) -> str:
+def text_of(word: str) -> str:
     """Return the text of a word's token; two spellings have the same text."""
     return word.removeprefix(RESPELLED)
 
@@ -183,5 +183,5 @@ def _chat(asked: str, *seen: str) -> list[str]:
 
 
 def _tool(reply: Sequence[str], tools: Sequence[str]) -> str | None:
-    name = spoken(reply[0])
+    name = text_of(reply[0])
     return name if name in tools and reply[1] == WORDS[2] else None

@@ -83,7 +83,7 @@ class Tally:
     """CPU of a whole answer in microseconds, one value a turn."""
     loaded: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     """Parts that were measured under load."""
-    straight: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    direct: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     """Parts of the same load without the road, just before."""
     alone: list[tuple[Part, Part]] = field(default_factory=list[tuple[Part, Part]])
     """Parts of one call at a time, directly and by the road, alternating."""
@@ -180,7 +180,7 @@ def _turn(setup: Setup, tally: Tally, client: _Client, upstream: str, sizes: Siz
             _wait_recorded(setup, tally)
             continue
         count = sizes.calls if kind == Kind.WHOLE else sizes.streams
-        tally.straight[kind] += client.ask(kind, CONNECTIONS, count, upstream)
+        tally.direct[kind] += client.ask(kind, CONNECTIONS, count, upstream)
         before = _cpu(setup)
         tally.loaded[kind].append(tally.keep(kind, client.ask(kind, CONNECTIONS, count, setup.url)[0]))
         _wait_recorded(setup, tally)
@@ -188,8 +188,8 @@ def _turn(setup: Setup, tally: Tally, client: _Client, upstream: str, sizes: Siz
         tally.cpu[kind] = tally.cpu.get(kind, 0.0) + spent
         if kind == Kind.WHOLE:
             tally.turns.append(round(spent / count * 1e6, 1))
-            straight, through_proxy = client.ask(kind, 1, 2 * sizes.alone, upstream, setup.url)
-            tally.alone.append((straight, tally.keep(kind, through_proxy)))
+            direct, through_proxy = client.ask(kind, 1, 2 * sizes.alone, upstream, setup.url)
+            tally.alone.append((direct, tally.keep(kind, through_proxy)))
     tally.rss = max(tally.rss, sum(process.memory_info().rss for process in _processes(setup)))
 
 
@@ -198,7 +198,7 @@ def _figures(tally: Tally) -> dict[str, Any]:
     for kind, parts in tally.loaded.items():
         if not parts:
             continue
-        suffix, straight = "" if kind == Kind.WHOLE else "_stream", tally.straight[kind]
+        suffix, direct = "" if kind == Kind.WHOLE else "_stream", tally.direct[kind]
         count = sum(len(part.milliseconds) for part in parts)
         figures |= {
             f"calls{suffix}": count,
@@ -207,30 +207,30 @@ def _figures(tally: Tally) -> dict[str, Any]:
         }
         if kind == Kind.STREAM:
             figures |= {
-                "first_added_ms_stream": _added(parts, straight, 50, first=True),
-                "p50_added_ms_stream": _added(parts, straight, 50),
-                "p99_added_ms_stream": _added(parts, straight, 99),
+                "first_added_ms_stream": _added(parts, direct, 50, first=True),
+                "p50_added_ms_stream": _added(parts, direct, 50),
+                "p99_added_ms_stream": _added(parts, direct, 99),
             }
         else:
-            straight_alone, alone = zip(*tally.alone, strict=True)
+            direct_alone, alone = zip(*tally.alone, strict=True)
             figures |= {
                 "cpu_us_turns": tally.turns,
-                "p50_added_ms": _added(alone, straight_alone, 50),
-                "p99_added_ms": _added(alone, straight_alone, 99),
-                "p50_ms_straight": _percentile(straight_alone, 50),
-                f"p50_added_ms_{CONNECTIONS}": _added(parts, straight, 50),
-                f"p99_added_ms_{CONNECTIONS}": _added(parts, straight, 99),
+                "p50_added_ms": _added(alone, direct_alone, 50),
+                "p99_added_ms": _added(alone, direct_alone, 99),
+                "p50_ms_straight": _percentile(direct_alone, 50),
+                f"p50_added_ms_{CONNECTIONS}": _added(parts, direct, 50),
+                f"p99_added_ms_{CONNECTIONS}": _added(parts, direct, 99),
             }
     return figures | {"rss_mb": round(tally.rss / 1e6)}
 
 
 def _percentile(parts: Sequence[Part], percent: int, *, first: bool = False) -> float:
-    times = [one for part in parts for one in (part.first_milliseconds if first else part.milliseconds)]
+    times = [time_ms for part in parts for time_ms in (part.first_milliseconds if first else part.milliseconds)]
     return round(float(np.percentile(times or [0.0], percent)), 3)
 
 
-def _added(through_proxy: Sequence[Part], straight: Sequence[Part], percent: int, *, first: bool = False) -> float:
-    return round(_percentile(through_proxy, percent, first=first) - _percentile(straight, percent, first=first), 3)
+def _added(through_proxy: Sequence[Part], direct: Sequence[Part], percent: int, *, first: bool = False) -> float:
+    return round(_percentile(through_proxy, percent, first=first) - _percentile(direct, percent, first=first), 3)
 
 
 def _wrong_texts(tally: Tally, bodies: Bodies) -> int:
@@ -323,7 +323,7 @@ class _Client:
 def _print_table(figures: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"{'':52}" + "".join(f"{name:>18}" for name in figures))
     for key, label in ROWS.items():
-        print(f"{label:52}" + "".join(f"{one[key]:>18,}" if key in one else f"{'':>18}" for one in figures.values()))
+        print(f"{label:52}" + "".join(f"{column[key]:>18,}" if key in column else f"{'':>18}" for column in figures.values()))
 
 
 if __name__ == "__main__":

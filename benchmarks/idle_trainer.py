@@ -138,9 +138,9 @@ def measure(directory: Path, steps: int, arguments: argparse.Namespace) -> tuple
         world = World(settings, arguments.groups, arguments.size, child.process.pid)
         world.fill(steps)
         world.settle()
-        ours = world.cost(world.looks, arguments.looks)
+        ours = world.cost(world.poll, arguments.looks)
         counts = world.check(steps)
-        peer = world.cost(world.peer_looks, arguments.peer_looks)
+        peer = world.cost(world.poll_peer, arguments.peer_looks)
         return ours, peer, counts
     finally:
         child.stop()
@@ -182,7 +182,7 @@ class World:
                 evaluation=Evaluation(self.client, self.settings, source.build_spec),
                 arrived=lambda seconds: bool(self._arrivals.wait(seconds)),
             )
-            self.looks(2)
+            self.poll(2)
         return self._trainer
 
     def fill(self, steps: int) -> None:
@@ -224,15 +224,15 @@ class World:
             if (self._store_seconds() - before) / 2 < QUIET_CORES:
                 return
 
-    def cost(self, looks: Callable[[int], object], count: int) -> Cost:
+    def cost(self, poll: Callable[[int], object], count: int) -> Cost:
         """Average cost of some looks; what a store that rests does anyway is in it."""
         assert self.trainer
         store, own, began = self._store_seconds(), time.process_time(), time.perf_counter()
-        looks(count)
+        poll(count)
         own, wall = time.process_time() - own, time.perf_counter() - began
         return Cost(1e3 * own / count, 1e3 * (self._store_seconds() - store) / count, 1e3 * wall / count)
 
-    def looks(self, count: int) -> None:
+    def poll(self, count: int) -> None:
         """Look so often, as `--follow` does between two waits, which are left out."""
         trainer, left = self.trainer, count
 
@@ -251,7 +251,7 @@ class World:
         except _EnoughError:
             trainer.arrived = waits
 
-    def peer_looks(self, count: int) -> None:
+    def poll_peer(self, count: int) -> None:
         """Look so often at all history."""
         for _ in range(count):
             look_at_all_history(self.ledger, self.client, self.settings, self.spec)

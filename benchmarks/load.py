@@ -72,7 +72,7 @@ class Sender:
         for thread in threads:
             while thread.is_alive():
                 thread.join(REPORT_SECONDS)
-                say({"acknowledged": part.bodies})
+                print_json({"acknowledged": part.bodies})
         part.seconds, part.cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         return part
 
@@ -119,7 +119,7 @@ class Sender:
             return f"{rejected.rejected_spans} spans rejected: {rejected.error_message}" if rejected.rejected_spans else ""
 
 
-def say(value: object) -> None:
+def print_json(value: object) -> None:
     """Print a value as one JSON line for the process that measures."""
     print(json.dumps(value), flush=True)
 
@@ -133,10 +133,10 @@ def main() -> None:
     with arguments.bodies.open("rb") as file:
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     bodies = read_bodies(data)
-    say({"ready": len(bodies)})
+    print_json({"ready": len(bodies)})
     for line in sys.stdin:
         connections, first, last = map(int, line.split())
-        say(asdict(Sender(arguments.url, bodies, connections).send(first, last)))
+        print_json(asdict(Sender(arguments.url, bodies, connections).send(first, last)))
 
 
 if __name__ == "__main__":

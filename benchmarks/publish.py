@@ -88,7 +88,7 @@ class Token:
     """First token of a call, as a client receives it."""
 
     response_id: str
-    came: int
+    arrived: int
     """Time at which the token arrived, in nanoseconds since 1970."""
 
 
@@ -110,10 +110,10 @@ class Client(threading.Thread):
             connection.request("POST", CHAT, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             first = answer.readline()
-            came = time.time_ns()
+            arrived = time.time_ns()
             answer.read()
             if answer.status == 200:
-                self.tokens.append(Token(json.loads(first.removeprefix(b"data: "))["id"], came))
+                self.tokens.append(Token(json.loads(first.removeprefix(b"data: "))["id"], arrived))
             else:
                 self.failed += 1
         connection.close()
@@ -225,9 +225,11 @@ def _wait_reported(settings: Settings, version: int) -> None:
 def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: str, failed: int, taking: str) -> dict[str, Any]:
     """Read the figures from the store; `taking` is the name of the stage in which the engine loads the weights."""
     client = connect(settings.store)
-    names = {"ids": tuple(one.response_id for one in tokens)}
+    names = {"ids": tuple(token.response_id for token in tokens)}
     wait_until(lambda: len(client.query(_CALLS, parameters=names).result_rows) >= len(tokens), 30, "the calls' rows")
-    weights = {str(one): (int(begun), int(ended)) for one, begun, ended in client.query(_CALLS, parameters=names).result_rows}
+    weights = {
+        str(response_id): (int(begun), int(ended)) for response_id, begun, ended in client.query(_CALLS, parameters=names).result_rows
+    }
     spans: dict[int, dict[str, tuple[int, int]]] = {}
     for version, name, began, ended in client.query(_SPANS).result_rows:
         spans.setdefault(int(version), {})[str(name)] = (int(began), int(ended))
@@ -263,7 +265,7 @@ def read(settings: Settings, tokens: Sequence[Token], served: int | None, held: 
 
 def first_token(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]], version: int) -> int:
     """Return the time of the first token of a version or a newer one, in nanoseconds since 1970."""
-    return min(token.came for token in tokens if weights[token.response_id][0] >= version)
+    return min(token.arrived for token in tokens if weights[token.response_id][0] >= version)
 
 
 def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -> int:
@@ -276,25 +278,25 @@ def went_back(tokens: Sequence[Token], weights: Mapping[str, tuple[int, int]]) -
     return wrong
 
 
-def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], came: int, taking: str) -> dict[str, float]:
+def stages_of(spans: Mapping[str, tuple[int, int]], metrics: Mapping[str, float], arrived: int, taking: str) -> dict[str, float]:
     """Seconds of each of STAGES; their sum is the time from the end of the optimizer step to the first token.
 
     Args:
         spans: begin and end of the step's stages, in nanoseconds since 1970.
         metrics: the trainer's metrics of the version.
-        came: time of the first token, in nanoseconds since 1970.
+        arrived: time of the first token, in nanoseconds since 1970.
         taking: the trainer's name of the stage `take`.
     """
     trained, checkpoint, publish = spans["train"][1], spans["checkpoint"], spans["publish"]
     engine = {name: metrics[f"seconds_publish_{taking if name == 'take' else name}"] for name in STAGES[2:10]}
     # A client may receive its first token before the gateway has finished its response.
-    announced = min(publish[1], came)
+    announced = min(publish[1], arrived)
     return {
         "checkpoint": (checkpoint[1] - trained) / 1e9,
         "commit": (publish[0] - checkpoint[1]) / 1e9,
         **engine,
         "announce": (announced - publish[0]) / 1e9 - sum(engine.values()),
-        "first_token": (came - announced) / 1e9,
+        "first_token": (arrived - announced) / 1e9,
     }
 
 

@@ -122,14 +122,14 @@ class _Rank:
 
     def step(self, rate: float, seed: int) -> float:
         """Step, tensor by tensor; return the share of words that changed in bfloat16."""
-        dice = torch.Generator().manual_seed(1000 * seed + torch.distributed.get_rank())
+        generator = torch.Generator().manual_seed(1000 * seed + torch.distributed.get_rank())
         changed = total = 0
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         before = [_local(value).detach().bfloat16() for value in self.module.parameters()]
         for value in self.module.parameters():
             local = _local(value)
-            gradient = torch.randn(local.shape, generator=dice)
+            gradient = torch.randn(local.shape, generator=generator)
             value.grad = DTensor.from_local(gradient, value.device_mesh, value.placements, shape=value.shape, stride=value.stride())
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -49,7 +49,7 @@ def _remove_all_but_logs(directory: Path) -> None:
 
 
 @atexit.register
-def _tell() -> None:
+def _print_kept() -> None:
     """Name the directories that are left."""
     for directory in _KEPT:
         if any(directory.rglob("*")):

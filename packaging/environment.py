@@ -121,15 +121,15 @@ def environments(torch_index: str) -> dict[str, Environment]:
 def make(environment: Environment, lock: threading.Lock) -> str | None:
     """Create or repair one environment; return the error's text, or None."""
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         with lock:
             print(f"setup: {environment.directory.name} {text}", flush=True)
 
     fault = environment.fault()
     if fault is None:
-        say("is up to date")
+        report("is up to date")
         return None
-    say(f"{fault}: creating it")
+    report(f"{fault}: creating it")
     started = time.monotonic()
     if environment.directory.exists() and (fault != OTHER_PINS or not environment.runs()):
         shutil.rmtree(environment.directory)
@@ -143,7 +143,7 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
         for i, step in enumerate(steps, 1):
             if subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode:
                 return f"{' '.join(step[:6])} ... failed. The end of {log}:\n" + "\n".join(log.read_text().splitlines()[-15:])
-            say(f"step {i} of {len(steps)} done after {time.monotonic() - started:.0f} s")
+            report(f"step {i} of {len(steps)} done after {time.monotonic() - started:.0f} s")
     environment.stamp.write_text(environment.fingerprint)
     fault = environment.fault()
     return f"{environment.directory.name} {fault} after it was made; see {log}" if fault else None

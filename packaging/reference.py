@@ -91,7 +91,7 @@ def tables_page() -> Iterator[str]:
 
         for statement in [*preamble(layout), *(line for migration in read_migrations(SCHEMA) for line in migration.script(layout))]:
             database.query(statement)
-        found = rows(
+        tables = rows(
             "SELECT database, name, comment FROM system.tables WHERE database IN ('otel', 'spangrad', 'spangrad_internal') "
             "AND engine != 'MaterializedView' AND name NOT LIKE '.inner%' ORDER BY database = 'otel', database, name"
         )
@@ -102,7 +102,7 @@ def tables_page() -> Iterator[str]:
         database.close()
     notes = _notes_of(SCHEMA)
     meanings = {(table_name, column): meaning for _, table_name, column, _, meaning in columns}
-    described = {f"{schema}.{name}": (comment or notes.get(f"{schema}.{name}", "")).replace("\\'", "'") for schema, name, comment in found}
+    described = {f"{schema}.{name}": (comment or notes.get(f"{schema}.{name}", "")).replace("\\'", "'") for schema, name, comment in tables}
     views = [name for name in described if name.startswith("spangrad.")]
     yield "# Tables"
     yield "What people and dashboards read: each counts a thing once, however often it was delivered."

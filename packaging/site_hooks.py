@@ -49,13 +49,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point links between docs/ and the pages outside it to where the site has them."""
     source = page.file.src_uri
     outside = next((path for path in OUTSIDE if _page(path) == source), None)
-    here = posixpath.dirname(outside if outside else f"docs/{source}")
+    directory = posixpath.dirname(outside if outside else f"docs/{source}")
 
     def replace(match: re.Match[str]) -> str:
         image, text, link, anchor = match[1], match[2], match[3], match[4] or ""
         if "://" in link or link.startswith("mailto:"):
             return match[0]
-        target = posixpath.normpath(posixpath.join(here, link))
+        target = posixpath.normpath(posixpath.join(directory, link))
         if target in OUTSIDE:
             on_site = _page(target)
         elif target.startswith("docs/"):

@@ -29,8 +29,8 @@ def transcript(rng: random.Random) -> Transcript:
     for turn in range(CALLS + 1):
         stop = turn >= len(steps) if rng.random() < RIGHT_STOP else turn > 0 and rng.random() < 0.5
         if stop or turn == CALLS:
-            said = current if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
-            return [*messages, {"role": "assistant", "content": f"answer {said}"}]
+            number = current if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
+            return [*messages, {"role": "assistant", "content": f"answer {number}"}]
         right_operator, right_b = steps[min(turn, len(steps) - 1)]
         a = current if rng.random() < RIGHT_NUMBER else rng.choice(numbers)
         b = str(right_b) if rng.random() < RIGHT_NUMBER else rng.choice(numbers)

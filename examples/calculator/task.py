@@ -36,9 +36,9 @@ def question(rng: random.Random) -> Question:
             steps.append((operator, operand))
             value = calculate(value, operator, operand)
         else:
-            who, what = rng.choice(PEOPLE), rng.choice(THINGS)
-            told = [f"{who} has {start} {what} .", *(f"{who} {rng.choice(VERBS[operator])} {b} ." for operator, b in steps)]
-            return {"text": f"{' '.join(told)} how many {what} ?", "start": start, "steps": steps, "answer": value}
+            person, what = rng.choice(PEOPLE), rng.choice(THINGS)
+            sentences = [f"{person} has {start} {what} .", *(f"{person} {rng.choice(VERBS[operator])} {b} ." for operator, b in steps)]
+            return {"text": f"{' '.join(sentences)} how many {what} ?", "start": start, "steps": steps, "answer": value}
 
 
 def _exists(a: int, operator: str, b: int) -> bool:
@@ -54,8 +54,8 @@ def held_out_questions() -> list[Question]:
     rng = random.Random(HELD_OUT_SEED)
     drawn: dict[str, Question] = {}
     while len(drawn) < HELD_OUT:
-        one = question(rng)
-        drawn[one["text"]] = one
+        candidate = question(rng)
+        drawn[candidate["text"]] = candidate
     return list(drawn.values())
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import spangrad
 
 
-def score(task: dict[str, Any], said: str) -> float:
+def score(task: dict[str, Any], answer: str) -> float:
     """1 where the last word is the sum."""
-    return float(said.split()[-1:] == [str(task["sum"])])
+    return float(answer.split()[-1:] == [str(task["sum"])])
 
 
 @spangrad.rollout(evaluator=score)

@@ -27,14 +27,14 @@ def transcript(rng: random.Random) -> Transcript:
     """Play a game, and return what one of its players reads and replies."""
     game, reader = Gomoku(), rng.choice(Gomoku.roles)
     messages: list[Mapping[str, object]] = [{"role": "system", "content": game.system_prompt(reader)}]
-    unread, moves, is_over = [game.reset(trained_opening(rng))[reader]], 0, False
-    while not is_over and moves < MOVES:
+    unread, turns, is_over = [game.reset(trained_opening(rng))[reader]], 0, False
+    while not is_over and turns < MOVES:
         role, free = game.acting(), game.rules.free(game.stones)
         cell = rng.choice(free)
         if role == reader:
             odds = dict.fromkeys(free, 1 / len(free))
             messages += [{"role": "user", "content": "\n".join(unread)}, {"role": "assistant", "content": cell, "odds": odds}]
-            unread, moves = [], moves + 1
+            unread, turns = [], turns + 1
         results = game.step({role: cell})
         is_over = any(result.done for result in results.values())
         unread += [result.observation for role, result in results.items() if role == reader and result.observation]

@@ -21,8 +21,8 @@ def _held_out() -> dict[str, Opening]:
     """Return the held-out openings, the same for every seed, by their text."""
     rng, drawn = random.Random(HELD_OUT_SEED), dict[str, Opening]()
     while len(drawn) < HELD_OUT:
-        one = opening(rng)
-        drawn[json.dumps(one)] = one
+        candidate = opening(rng)
+        drawn[json.dumps(candidate)] = candidate
     return drawn
 
 

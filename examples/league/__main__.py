@@ -82,7 +82,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     began = time.monotonic()
     keep_to_cores()
 
-    def say(text: str) -> None:
+    def on_event(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
     drawn = EXAMPLE.questions(seed, GROUPS_OF_EACH * len(TRAINED) * steps)
@@ -94,12 +94,12 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     write_settings(directory / SETTINGS, explain_settings(values))
     older = {**values, "gateway.policy": PAST, "engine.port": port, "engine.model": str(directory / f"model-{PAST}")}
     write_settings(directory / f"{PAST}.toml", explain_settings(older))
-    say("making the tiny model")
+    on_event("making the tiny model")
     make_model([sys.executable, "-m", EXAMPLE.model, str(directory / "model"), "--seed", str(seed)], directory)
     shutil.copytree(directory / "model", directory / f"model-{PAST}")
-    with TrainingSupervisor(directory, settings, say, further_engines={f"{PAST}.toml": f"http://127.0.0.1:{port}"}) as services:
+    with TrainingSupervisor(directory, settings, on_event, further_engines={f"{PAST}.toml": f"http://127.0.0.1:{port}"}) as services:
         services.start(settings.engine.start_timeout_seconds)
-        league = League(settings, services, directory, random.Random(seed), say)
+        league = League(settings, services, directory, random.Random(seed), on_event)
         measured = asyncio.run(league.learn(steps))
         rated = wait_for_ratings(settings, ROLES, [version for version, _ in measured])
         parts = seconds_by_part(settings)
@@ -151,7 +151,7 @@ class League:
     """Games of the policy against itself, an older version and the script."""
 
     def __init__(
-        self, settings: Settings, services: TrainingSupervisor, directory: Path, rng: random.Random, say: Callable[[str], None]
+        self, settings: Settings, services: TrainingSupervisor, directory: Path, rng: random.Random, on_event: Callable[[str], None]
     ) -> None:
         """Open what the games need.
 
@@ -160,9 +160,9 @@ class League:
             services: those that run.
             directory: of the run.
             rng: draws the older versions.
-            say: reports progress.
+            on_event: reports progress.
         """
-        self._settings, self._services, self._rng, self._say = settings, services, rng, say
+        self._settings, self._services, self._rng, self._on_event = settings, services, rng, on_event
         self._openings = read_tasks(directory / "train.jsonl")
         self._held_out = read_tasks(directory / "held_out.jsonl")
         self._ledger = Ledger(ledger_location(settings.trainer), NAME, settings.trainer.branch)
@@ -199,13 +199,13 @@ class League:
             )
         )
         await self._services.wait_for_version(version + 1)
-        self._say(f"step {number:3d}  {time.monotonic() - began:.1f} s")
+        self._on_event(f"step {number:3d}  {time.monotonic() - began:.1f} s")
 
     def _serve_older(self) -> None:
         """Serve a version that is drawn from all, each as likely as another."""
         drawn = self._rng.choice([version for version in self._ledger.versions() if version.policy_version.path])
         Publisher(self._settings.gateway).publish(replace(drawn.policy_version, policy=PAST), again=True)
-        self._say(f"version {drawn.version} is the opponent")
+        self._on_event(f"version {drawn.version} is the opponent")
 
     async def _measure(self) -> tuple[int, dict[str, float]]:
         """Play held-out games by the newest version; return it, and the shares that it won against the script, by role."""
@@ -216,7 +216,7 @@ class League:
                 role = name.split("-")[0]
                 shares[role] = await asyncio.to_thread(role_success, self._settings, outcomes, role, EXAMPLE.success)
         won = ", ".join(f"{role} won {share:.2f}" for role, share in shares.items())
-        self._say(f"version {version}  against the script, held out: {won}")
+        self._on_event(f"version {version}  against the script, held out: {won}")
         return version, shares
 
 

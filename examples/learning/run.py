@@ -82,7 +82,7 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
     began = time.monotonic()
     keep_to_cores()
 
-    def say(text: str) -> None:
+    def on_event(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
     drawn = example.questions(seed, example.groups * (1 + steps + steps // STAND_IN))
@@ -93,14 +93,14 @@ def _run(example: Example, directory: Path, seed: int, steps: int) -> dict[str, 
     values["gateway.backends"] = [{"url": url, "policy": example.judge} for url in engines.values()]
     settings = load_settings(values)
     write_settings(directory / SETTINGS, explain_settings(values))
-    say("making the tiny model")
+    on_event("making the tiny model")
     make_model([sys.executable, "-m", example.model, str(directory / "model"), "--seed", str(seed)], directory)
     with ExitStack() as stack:
         if example.serve is not None:
             example = replace(example, environment=by_openenv(stack.enter_context(example.serve(directory / "logs"))))
-        services = stack.enter_context(TrainingSupervisor(directory, settings, say, further_engines=engines))
+        services = stack.enter_context(TrainingSupervisor(directory, settings, on_event, further_engines=engines))
         services.start(settings.engine.start_timeout_seconds)
-        before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, say))
+        before, history, after = asyncio.run(_learn(example, settings, services, directory, steps, on_event))
         parts = seconds_by_part(settings)
     curve = directory / "curve.png"
     draw(curve, example, [step.success for step in history], before, after)
@@ -164,7 +164,7 @@ def _judge(example: Example, directory: Path, values: Mapping[str, object]) -> d
 
 
 async def _learn(
-    example: Example, settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, say: Callable[[str], None]
+    example: Example, settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, on_event: Callable[[str], None]
 ) -> tuple[float, list[Step], float]:
     """Success on held-out questions, the steps, and success on the same questions after them."""
     agent = CallableAgent(example.agent, evaluator=example.evaluator, environment=example.environment, directory=CHECKOUT)
@@ -176,7 +176,7 @@ async def _learn(
             return await success_rate(example, settings, await runner.run(held_out, mode=Mode.VALIDATE, group_size=1))
 
         before = await measured()
-        say(f"held-out success {before:.3f} before training")
+        on_event(f"held-out success {before:.3f} before training")
         for number in range(steps):
             version, began = services.served(), time.monotonic()
             outcomes = await _one_batch(runner, questions, example.groups)
@@ -187,12 +187,12 @@ async def _learn(
             success = await success_rate(example, settings, outcomes)
             step = Step(number, success, calls, rolled_out - began, done - rolled_out)
             history.append(step)
-            say(
+            on_event(
                 f"step {number:3d}  success {step.success:.2f}  calls {step.calls:.2f}  rollouts {step.seconds_rollout:.1f} s"
                 f"  build, train, publish {step.seconds_until_served:.1f} s"
             )
         after = await measured() if steps else before
-        say(f"held-out success {after:.3f} after {steps} steps")
+        on_event(f"held-out success {after:.3f} after {steps} steps")
     return before, history, after
 
 

@@ -24,13 +24,13 @@ def arguments_of(words: Sequence[str], schema: dict[str, Any]) -> dict[str, Any]
         words = [" ".join(words)]
     if len(words) != len(properties):
         return None
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for word, (name, kind) in zip(words, properties, strict=True):
         number = kind.get("type") == "integer"
         if (number and not word.isdigit()) or word not in map(str, kind.get("enum", [word])):
             return None
-        found[name] = int(word) if number else word
-    return found
+        arguments[name] = int(word) if number else word
+    return arguments
 
 
 @ToolParserManager.register_module("words")
@@ -41,7 +41,7 @@ class WordCalls(ToolParser):
         """Read a whole reply."""
         name, *words = model_output.split() or [""]
         for tool in request.tools or []:
-            if tool.function.name == name and (found := arguments_of(words, tool.function.parameters or {})) is not None:
-                call = ToolCall(type="function", function=FunctionCall(name=name, arguments=json.dumps(found)))
+            if tool.function.name == name and (arguments := arguments_of(words, tool.function.parameters or {})) is not None:
+                call = ToolCall(type="function", function=FunctionCall(name=name, arguments=json.dumps(arguments)))
                 return ExtractedToolCallInformation(tools_called=True, tool_calls=[call], content=None)
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)

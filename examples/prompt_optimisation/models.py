@@ -26,24 +26,24 @@ _PROMPT = re.compile(r"<prompt>\n(.*?)\n</prompt>", re.DOTALL)
 def reply(messages: list[dict[str, str]]) -> str:
     """What the policy says: a date, in the form that its prompt asks for."""
     system, question = messages[0]["content"], messages[-1]["content"]
-    found = _SAID.search(question)
-    if found is None:
+    match = _SAID.search(question)
+    if match is None:
         return "I see no date."
-    day = datetime.strptime(found[1], "%B %d, %Y").date()
-    said = day.isoformat() if _ISO in system else f"{day.day}/{day.month}/{day.year}"
-    return said if _ALONE in system else f"It came on {said}."
+    day = datetime.strptime(match[1], "%B %d, %Y").date()
+    text = day.isoformat() if _ISO in system else f"{day.day}/{day.month}/{day.year}"
+    return text if _ALONE in system else f"It came on {text}."
 
 
 def criticise(messages: list[dict[str, str]]) -> str:
     """What the critic says: the first thing that is wrong in the runs; of a critique, the prompt with what mends it."""
     asked = messages[-1]["content"]
-    found = _PROMPT.search(asked)
-    prompt = found[1] if found else ""
+    match = _PROMPT.search(asked)
+    prompt = match[1] if match else ""
     if "<critique>" in asked:
         mended = [line for cause, line in _CAUSES.items() if cause in asked]
         return f"Here it is:\n<prompt>\n{' '.join([prompt, *mended])}\n</prompt>"
-    replies = [said for score, run in _RUN.findall(asked) if float(score) < 1 for said in _REPLY.findall(run)]
-    if any(" " in said for said in replies):
+    replies = [text for score, run in _RUN.findall(asked) if float(score) < 1 for text in _REPLY.findall(run)]
+    if any(" " in text for text in replies):
         return "There are words around the date."
     return "The date is not in ISO form." if replies else "Nothing is wrong."
 
@@ -57,8 +57,8 @@ def serving() -> Generator[str]:
 
         def do_POST(self) -> None:  # http.server's name
             asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            said = criticise(asked["messages"]) if asked["model"] == "critic" else reply(asked["messages"])
-            choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+            answer = criticise(asked["messages"]) if asked["model"] == "critic" else reply(asked["messages"])
+            choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
             whole = {"id": "c", "object": "chat.completion", "created": 0, "model": asked["model"], "choices": [choice], "usage": usage}
             body = json.dumps(whole).encode()

@@ -21,10 +21,10 @@ def tasks(seed: int, count: int) -> list[dict[str, Any]]:
 def score(given: dict[str, Any], output: object) -> float:
     """The reward of an answer."""
     text = str(output).strip()
-    found = _ISO.findall(text)
-    return 0.5 * (found == [given["date"]]) + 0.5 * (len(text.split()) == 1)
+    dates = _ISO.findall(text)
+    return 0.5 * (dates == [given["date"]]) + 0.5 * (len(text.split()) == 1)
 
 
 def _task(number: int, day: date) -> dict[str, Any]:
-    said = f"{day:%B} {day.day}, {day.year}"
-    return {"task_id": f"day-{number}", "input": {"question": f"The parcel came on {said}. When did it come?", "date": day.isoformat()}}
+    spelled = f"{day:%B} {day.day}, {day.year}"
+    return {"task_id": f"day-{number}", "input": {"question": f"The parcel came on {spelled}. When did it come?", "date": day.isoformat()}}

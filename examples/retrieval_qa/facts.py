@@ -33,12 +33,12 @@ def _names(count: int, ending: str, seed: int) -> tuple[str, ...]:
         while True:
             yield "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(2)) + ending
 
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in drawn():
-        found[name] = None
-        if len(found) == count:
+        names[name] = None
+        if len(names) == count:
             break
-    return tuple(found)
+    return tuple(names)
 
 
 COUNTRIES = _names(SIZE, "land", 1)
@@ -58,13 +58,13 @@ def facts() -> dict[tuple[str, str], str]:
     def person() -> str:
         return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
 
-    found: dict[tuple[str, str], str] = {}
+    values: dict[tuple[str, str], str] = {}
     capitals = rng.sample(CITIES, SIZE)
     for country, capital in zip(COUNTRIES, capitals, strict=True):
-        found |= {("capital", country): capital, ("leader", country): person(), ("river", country): rng.choice(RIVERS)}
+        values |= {("capital", country): capital, ("leader", country): person(), ("river", country): rng.choice(RIVERS)}
     for city in CITIES:
-        found |= {("mayor", city): person(), ("dish", city): rng.choice(DISHES), ("founder", city): person()}
-    return found
+        values |= {("mayor", city): person(), ("dish", city): rng.choice(DISHES), ("founder", city): person()}
+    return values
 
 
 @cache

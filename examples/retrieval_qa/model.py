@@ -31,8 +31,8 @@ def transcript(rng: random.Random) -> Transcript:
         if (stop or turn == SEARCHES) and seen:
             right = [sentence for sentence in seen if answer in sentence]
             source = rng.choice(right) if right and rng.random() < RIGHT else rng.choice(seen)
-            said = source.split(" is ")[1].removesuffix(" .")
-            return _renamed([*messages, {"role": "assistant", "content": f"answer {said}"}], rng)
+            reply = source.split(" is ")[1].removesuffix(" .")
+            return _renamed([*messages, {"role": "assistant", "content": f"answer {reply}"}], rng)
         relation, entity = hops[min(turn, len(hops) - 1)]
         words = " ".join([asked["text"], *seen]).split()
         known = [word for word in words if word in _ENTITIES]
@@ -40,11 +40,11 @@ def transcript(rng: random.Random) -> Transcript:
             relation = rng.choice((*COUNTRIES_HAVE, *CITIES_HAVE))
         if entity not in words or rng.random() >= RIGHT:
             entity = rng.choice(known)
-        found = search([relation, entity])
-        seen += found
+        sentences = search([relation, entity])
+        seen += sentences
         messages += [
             {"role": "assistant", "content": f"search {relation} {entity}"},
-            {"role": "tool", "content": " ".join(found) or NOTHING},
+            {"role": "tool", "content": " ".join(sentences) or NOTHING},
         ]
     raise AssertionError("unreachable: the last turn answers")
 

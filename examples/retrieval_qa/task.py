@@ -56,10 +56,10 @@ def questions(seed: int, count: int) -> Questions:
     return Questions(train, [question(same, held_out=True) for _ in range(HELD_OUT)])
 
 
-def f1(said: list[str], right: list[str]) -> float:
+def f1(answered: list[str], right: list[str]) -> float:
     """Harmonic mean of precision and recall of the words."""
-    shared = sum((Counter(said) & Counter(right)).values())
-    return 2 * shared / (len(said) + len(right)) if shared else 0.0
+    shared = sum((Counter(answered) & Counter(right)).values())
+    return 2 * shared / (len(answered) + len(right)) if shared else 0.0
 
 
 def evaluate(given: Mapping[str, Any], output: str) -> float:

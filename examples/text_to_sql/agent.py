@@ -51,9 +51,9 @@ def checking(text: str, query: str) -> list[AnyMessage]:
     return [SystemMessage("check sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)}")]
 
 
-def rewriting(text: str, query: str, said: str) -> list[AnyMessage]:
+def rewriting(text: str, query: str, judgement: str) -> list[AnyMessage]:
     """Return the messages to the rewriter."""
-    return [SystemMessage("fix sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)} checker : {said}")]
+    return [SystemMessage("fix sql"), HumanMessage(f"question : {text} sql : {query} : {outcome(query)} checker : {judgement}")]
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ def _is_sayable(query: str) -> bool:
 
 def _oracle(given: Mapping[str, Any], query: str) -> str:
     rng = random.Random(f"{given['text']} {query}")
-    said = verdict(query, given["parts"])
+    judgement = verdict(query, given["parts"])
     if rng.random() >= ORACLE_ERRS:
-        return said
-    return rng.choice(VERDICTS[1:4] if said == "ok" else VERDICTS[:4])
+        return judgement
+    return rng.choice(VERDICTS[1:4] if judgement == "ok" else VERDICTS[:4])
 
 
 @cache
@@ -145,7 +145,7 @@ TEAM = SqlTeam(
     checker=_checker,
     writing=lambda given: writing(given["text"]),
     checking=lambda given, query: checking(given["text"], query),
-    rewriting=lambda given, query, said: rewriting(given["text"], query, said),
+    rewriting=lambda given, query, judgement: rewriting(given["text"], query, judgement),
     is_checked=_is_sayable,
     oracle=_oracle,
 )

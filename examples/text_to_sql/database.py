@@ -28,8 +28,8 @@ Rows = tuple[tuple[object, ...], ...]
 @cache
 def _database() -> sqlite3.Connection:
     rng = random.Random(0)
-    made = sqlite3.connect(":memory:", check_same_thread=False)
-    made.executescript(
+    database = sqlite3.connect(":memory:", check_same_thread=False)
+    database.executescript(
         "create table singer(sid integer primary key, name text, country text, age int);"
         "create table album(aid integer primary key, sid int, title text, genre text, price int);"
         "create table concert(cid integer primary key, sid int, city text, year int);"
@@ -37,13 +37,13 @@ def _database() -> sqlite3.Connection:
     singers = [(number, f"s{number}", rng.choice(COUNTRIES), rng.randint(18, 70)) for number in range(SINGERS)]
     albums = [(number, rng.randrange(SINGERS), f"t{number}", rng.choice(GENRES), rng.randint(5, 60)) for number in range(OTHERS)]
     concerts = [(number, rng.randrange(SINGERS), rng.choice(CITIES), rng.randint(1980, 2020)) for number in range(OTHERS)]
-    made.executemany("insert into singer values(?, ?, ?, ?)", singers)
-    made.executemany("insert into album values(?, ?, ?, ?, ?)", albums)
-    made.executemany("insert into concert values(?, ?, ?, ?)", concerts)
-    made.commit()
-    made.execute("pragma query_only = 1")
-    made.set_progress_handler(lambda: 1, LONGEST)
-    return made
+    database.executemany("insert into singer values(?, ?, ?, ?)", singers)
+    database.executemany("insert into album values(?, ?, ?, ?, ?)", albums)
+    database.executemany("insert into concert values(?, ?, ?, ?)", concerts)
+    database.commit()
+    database.execute("pragma query_only = 1")
+    database.set_progress_handler(lambda: 1, LONGEST)
+    return database
 
 
 @lru_cache(maxsize=100_000)
@@ -53,16 +53,16 @@ def rows(query: str) -> Rows | None:
         return None
     try:
         with _ONE:
-            found = _database().execute(query).fetchall()
+            fetched = _database().execute(query).fetchall()
     except sqlite3.Error:
         return None
-    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in found)
+    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in fetched)
     return tuple(sorted(rounded, key=repr))
 
 
 def outcome(query: str) -> str:
     """How running it went, in a word: error, empty or rows."""
-    found = rows(query)
-    if found is None:
+    selected = rows(query)
+    if selected is None:
         return "error"
-    return "rows" if found and found != ((None,),) else "empty"
+    return "rows" if selected and selected != ((None,),) else "empty"

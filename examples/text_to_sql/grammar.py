@@ -105,20 +105,20 @@ def query(parts: Sequence[str]) -> str:
     return f"select {parts[0]} from {parts[1]} where {parts[2]} {parts[3]}"
 
 
-def split(said: str) -> tuple[str, str, str] | None:
+def split(sql: str) -> tuple[str, str, str] | None:
     """What a query selects, from where, and where; None where it has not this form."""
-    selected, come, rest = said.removeprefix("select ").partition(" from ")
+    selected, come, rest = sql.removeprefix("select ").partition(" from ")
     tables, where, condition = rest.partition(" where ")
-    return (selected, tables, condition) if said.startswith("select ") and come and where else None
+    return (selected, tables, condition) if sql.startswith("select ") and come and where else None
 
 
-def verdict(said: str, parts: Sequence[str]) -> str:
+def verdict(sql: str, parts: Sequence[str]) -> str:
     """What is wrong with a query, beside the parts of the right one: ok, or wrong and the first part that differs."""
-    found = split(said)
-    if found is None:
+    clauses = split(sql)
+    if clauses is None:
         return "wrong sql"
-    for name, one, right in zip(("select", "from", "where"), found, (parts[0], parts[1], f"{parts[2]} {parts[3]}"), strict=True):
-        if one != right:
+    for name, clause, right in zip(("select", "from", "where"), clauses, (parts[0], parts[1], f"{parts[2]} {parts[3]}"), strict=True):
+        if clause != right:
             return f"wrong {name}"
     return "ok"
 

@@ -34,13 +34,13 @@ _ROLES = {"system": "system", "human": "user"}
 
 def spoiled(rng: random.Random, parts: list[str], right: float, blind: set[int]) -> list[str]:
     """The parts, each kept with a probability, or drawn from the grammar; those of `blind` always drawn."""
-    other, found = rng.choice(PATTERNS), list(parts)
+    other, changed = rng.choice(PATTERNS), list(parts)
     drawn = other.parts(other.condition.value(rng))
     for part in range(4):
         kept = (right + 1) / 2 if part == 3 else right
         if part in blind or rng.random() >= kept:
-            found[part] = drawn[part]
-    return found
+            changed[part] = drawn[part]
+    return changed
 
 
 def policy_transcript(rng: random.Random) -> Transcript:
@@ -48,12 +48,12 @@ def policy_transcript(rng: random.Random) -> Transcript:
     asked = question(rng, TRAINED)
     text, parts = asked["text"], list(asked["parts"])
     blind = {part for word, part in NEVER_SHOWN.items() if word in text.split()}
-    said = query(spoiled(rng, parts, RIGHT, blind))
+    reply = query(spoiled(rng, parts, RIGHT, blind))
     if rng.random() < 0.5:
-        return _said(writing(text), said)
+        return _said(writing(text), reply)
     before = query(spoiled(rng, parts, RIGHT, set()))
-    told = verdict(before, parts) if rng.random() >= TOLD_ERRS else rng.choice(VERDICTS[:4])
-    return _said(rewriting(text, before, told), said)
+    judgement = verdict(before, parts) if rng.random() >= TOLD_ERRS else rng.choice(VERDICTS[:4])
+    return _said(rewriting(text, before, judgement), reply)
 
 
 def checker_transcript(rng: random.Random) -> Transcript:
@@ -62,27 +62,27 @@ def checker_transcript(rng: random.Random) -> Transcript:
     value = pattern.condition.value(rng)
     parts = list(pattern.parts(value))
     fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-    said = spoiled(rng, parts, RIGHT, set()) if fault == "several" else list(parts)
+    changed = spoiled(rng, parts, RIGHT, set()) if fault == "several" else list(parts)
     other = rng.choice(PATTERNS).parts(value)
     match fault:
         case "select":
-            said[0] = other[0]
+            changed[0] = other[0]
         case "from":
-            said[1] = other[1]
+            changed[1] = other[1]
         case "column":
-            said[2] = other[2]
+            changed[2] = other[2]
         case "operator":
-            said[2] = f"{pattern.condition.column} {rng.choice('=<>')}"
+            changed[2] = f"{pattern.condition.column} {rng.choice('=<>')}"
         case _:
             pass
-    words = query(said).split()
+    words = query(changed).split()
     if fault == "torn":
         del words[rng.randrange(len(words))]
     return _said(checking(pattern.text(value), " ".join(words)), verdict(" ".join(words), parts))
 
 
-def _said(told: list[AnyMessage], reply: str) -> Transcript:
-    return [*({"role": _ROLES[one.type], "content": one.text} for one in told), {"role": "assistant", "content": reply}]
+def _said(messages: list[AnyMessage], reply: str) -> Transcript:
+    return [*({"role": _ROLES[message.type], "content": message.text} for message in messages), {"role": "assistant", "content": reply}]
 
 
 def make(directory: Path, seed: int) -> None:

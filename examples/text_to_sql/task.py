@@ -35,5 +35,5 @@ def questions(seed: int, count: int, *, oracle: bool) -> Questions:
 
 def evaluate(given: Mapping[str, Any], output: Mapping[str, Any]) -> float:
     """1 where the last query finds what the right one finds."""
-    found = rows(output["query"])
-    return float(found is not None and found == rows(query(given["parts"])))
+    selected = rows(output["query"])
+    return float(selected is not None and selected == rows(query(given["parts"])))

@@ -70,7 +70,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     began = time.monotonic()
     keep_to_cores()
 
-    def say(text: str) -> None:
+    def on_event(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
     drawn = EXAMPLE.questions(seed, sum(GROUPS.values()) * steps)
@@ -81,15 +81,15 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     for policy, values in files.items():
         write_settings(directory / (SETTINGS if policy == FIRST else f"{policy}.toml"), explain_settings(values))
     settings = load_settings(files[FIRST])
-    say("making the tiny model, with which both policies begin")
+    on_event("making the tiny model, with which both policies begin")
     models = [directory / f"model-{policy}" for policy in ROLES]
     make_model([sys.executable, "-m", EXAMPLE.model, str(models[0]), "--seed", str(seed)], directory)
     shutil.copytree(models[0], models[1])
     file = f"{SECOND}.toml"
     engines = {file: f"http://127.0.0.1:{port}"}
-    with TrainingSupervisor(directory, settings, say, further_engines=engines, further_trainers=[file]) as services:
+    with TrainingSupervisor(directory, settings, on_event, further_engines=engines, further_trainers=[file]) as services:
         services.start(settings.engine.start_timeout_seconds)
-        games, measured = asyncio.run(_learn(settings, services, directory, steps, say))
+        games, measured = asyncio.run(_learn(settings, services, directory, steps, on_event))
         parts = seconds_by_part(settings)
     (directory / "steps.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in games))
     report: dict[str, object] = {
@@ -144,7 +144,7 @@ def policy_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
 
 
 async def _learn(
-    settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, say: Callable[[str], None]
+    settings: Settings, services: TrainingSupervisor, directory: Path, steps: int, on_event: Callable[[str], None]
 ) -> tuple[list[dict[str, object]], list[tuple[int, Shares]]]:
     """Return what each step's games were, and the shares of games that each policy won against the script, by step."""
     agent = CallableAgent(EXAMPLE.agent, environment=EXAMPLE.environment, directory=CHECKOUT)
@@ -163,7 +163,7 @@ async def _learn(
                 for role, outcomes in zip(ROLES, played, strict=True)
             }
             measured.append((step, shares))
-            say(f"step {step:3d}  against the script, held out: {_in_words(shares)}")
+            on_event(f"step {step:3d}  against the script, held out: {_in_words(shares)}")
 
         await measure(0)
         for number in range(steps):
@@ -176,7 +176,7 @@ async def _learn(
                 await services.wait_for_version(version + 1, role)
             shares = {role: await asyncio.to_thread(role_success, settings, outcomes, role, EXAMPLE.success) for role in ROLES}
             games.append({"number": number, **shares})
-            say(f"step {number:3d}  against each other: {_in_words(shares)}")
+            on_event(f"step {number:3d}  against each other: {_in_words(shares)}")
             if (number + 1) % MEASURED_EVERY == 0 or number + 1 == steps:
                 await measure(number + 1)
     return games, measured
