@@ -122,10 +122,10 @@ async def test_queue_leases_with_moved_clock_neither_freed_nor_frozen(queue_db: 
                     "its clock was not moved"
                 )
                 assert (await client.rollout(silent.rollout_id)).state is RolloutState.RUNNING, "it was freed"
-                while (found := await client.rollout(silent.rollout_id)).state is RolloutState.RUNNING:
+                while (rollout := await client.rollout(silent.rollout_id)).state is RolloutState.RUNNING:
                     assert time.monotonic() - began < 30, "it is frozen"
                     await asyncio.sleep(0.05)
-                assert found.attempts[0].reason is AttemptFailure.LOST
+                assert rollout.attempts[0].reason is AttemptFailure.LOST
                 assert (await client.rollout(held.rollout_id)).state is RolloutState.RUNNING, "it was freed"
 
 
@@ -133,15 +133,15 @@ async def test_queue_leases_with_moved_clock_neither_freed_nor_frozen(queue_db: 
 async def test_workers_with_moved_clock_lose_no_attempt(queue_db: str, tmp_path: Path, clock: MovedClock, moved: int) -> None:
     """Server, workers, hosts and programs: no attempt that is under way is lost, late or made twice; one whose worker dies is."""
     settings = queue_settings(queue_db, queue__lease_seconds=3)
-    mine = clock.environment
+    environment = clock.environment
     with (
-        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2) as here,
-        queue_server(settings, tmp_path / "queue.log", mine),
+        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2) as services,
+        queue_server(settings, tmp_path / "queue.log", environment),
     ):
         async with QueueClient.of(settings.queue) as client:
             await client.enqueue("run", with_mood("slow", new_rollouts(40)))
             for _ in range(2):
-                here.start_worker(env=mine)
+                services.start_worker(env=environment)
             await until_ended(client, 5)
             clock.move(moved)
             ended = await until_ended(client, 40)
@@ -153,11 +153,11 @@ async def test_workers_with_moved_clock_lose_no_attempt(queue_db: str, tmp_path:
             await client.enqueue("run", with_mood("hang", new_rollouts(2, "held ")))
             await until(lambda: is_state(client, "held 0", RolloutState.RUNNING))
             clock.move(0)
-            for child in here.children:
+            for child in services.children:
                 kill(child.process.pid)
             await until(lambda: is_state(client, "held 0", RolloutState.QUEUED))
             assert [one.reason for one in (await client.rollout("held 0")).attempts] == [AttemptFailure.LOST]
-        await asyncio.to_thread(wait_until, lambda: not here.left(), 30, "the end of the agents' programs")
+        await asyncio.to_thread(wait_until, lambda: not services.left(), 30, "the end of the agents' programs")
 
 
 LEDGER = """

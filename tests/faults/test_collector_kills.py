@@ -22,30 +22,30 @@ AWAY_SECONDS = float(os.environ.get("FAULTS_AWAY_SECONDS", "20"))
 
 
 @pytest.fixture
-def road(tmp_path: Path) -> Iterator[Road]:
-    with running_road(tmp_path) as road:
-        yield road
+def delivery(tmp_path: Path) -> Iterator[Road]:
+    with running_road(tmp_path) as delivery:
+        yield delivery
 
 
 @pytest.mark.slow
-def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance: Random, report: Callable[[str], None]) -> None:
-    load = road.load(chance.randrange(2**32))
+def test_collector_killed_20_times_loses_no_acknowledged_span(delivery: Road, chance: Random, report: Callable[[str], None]) -> None:
+    load = delivery.load(chance.randrange(2**32))
     store_too = set(chance.sample(range(KILLS), STORE_KILLS))
     began = time.monotonic()
     for kill in range(KILLS):
         time.sleep(chance.uniform(0.2, 2))
         if kill in store_too:
-            road.kill("store")
+            delivery.kill("store")
             time.sleep(chance.uniform(0, 0.5))
-        road.kill("collector")
+        delivery.kill("collector")
         report(f"kill {kill + 1}, {load.tally.bodies} bodies acknowledged, {load.tally.broken} tries broken")
         if kill in store_too:
-            road.start_store()
-        road.start_collector()
+            delivery.start_store()
+        delivery.start_collector()
     time.sleep(1)
     tally = load.stop()
     loaded = time.monotonic() - began
-    verdict = road.judge(tally)
+    verdict = delivery.judge(tally)
     report(f"{KILLS} kills, {STORE_KILLS} of the store, in {loaded:.0f} s: {tally.bodies} bodies, {verdict}")
 
     assert (tally.refused, verdict.faults) == ([], {})
@@ -53,18 +53,18 @@ def test_collector_killed_20_times_loses_no_acknowledged_span(road: Road, chance
 
 
 @pytest.mark.slow
-def test_collector_while_store_is_away_loses_no_acknowledged_span(road: Road, chance: Random, report: Callable[[str], None]) -> None:
-    load = road.load(chance.randrange(2**32))
+def test_collector_while_store_is_away_loses_no_acknowledged_span(delivery: Road, chance: Random, report: Callable[[str], None]) -> None:
+    load = delivery.load(chance.randrange(2**32))
     time.sleep(2)
-    road.kill("store")
+    delivery.kill("store")
     before = load.tally.bodies
     time.sleep(AWAY_SECONDS)
     meanwhile = load.tally.bodies - before
-    road.start_store()
+    delivery.start_store()
     time.sleep(2)
     tally = load.stop()
     began = time.monotonic()
-    verdict = road.judge(tally, build=False)
+    verdict = delivery.judge(tally, build=False)
     took = time.monotonic() - began
     report(f"away for {AWAY_SECONDS:g} s: {meanwhile} bodies acknowledged meanwhile, drained in {took:.1f} s; {verdict}")
 

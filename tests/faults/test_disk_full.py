@@ -57,10 +57,10 @@ def test_store_on_full_disk_answers_503_and_resumes_with_room(
     small_disk: Path, tmp_path: Path, chance: Random, report: Callable[[str], None]
 ) -> None:
     store, run = store_settings(small_disk / "data"), uuid.uuid4().hex[:8]
-    made = Rollouts(chance.randrange(2**32), run)
-    one = made.traces(made.rollout()[0])
+    rollouts = Rollouts(chance.randrange(2**32), run)
+    body = rollouts.traces(rollouts.rollout()[0])
     with running_store(store, tmp_path / "log") as child, connect(store) as client:
-        load = Load(store.otlp_http_port, store.otlp_grpc_port, made.bodies, connections=8)
+        load = Load(store.otlp_http_port, store.otlp_grpc_port, rollouts.bodies, connections=8)
         wait_until(lambda: load.tally.bodies > 30, 30, "some bodies", [child])
         answers: set[int] = set()
         recovered = 0.0
@@ -68,9 +68,9 @@ def test_store_on_full_disk_answers_503_and_resumes_with_room(
             ballast = fill(small_disk)
             refused = load.tally.again
             wait_until(lambda refused=refused: load.tally.again > refused + 20, 60, "refusals", [child])
-            answers.add(post(f"{store.otlp_endpoint}/v1/traces", one.plain))
+            answers.add(post(f"{store.otlp_endpoint}/v1/traces", body.plain))
             with pytest.raises(grpc.RpcError) as caught:
-                exported(store.otlp_grpc_port, one)
+                exported(store.otlp_grpc_port, body)
             asked = client.query("SELECT count() > 0 FROM spangrad.rollout_spans").result_rows
             ballast.unlink()
             after, began = load.tally.bodies, time.monotonic()
@@ -93,16 +93,16 @@ def test_collector_with_full_queue_refuses_and_resumes_with_room(
 ) -> None:
     # As small a disk as `spangrad collector` takes for these queues: their files have room for what they may hold.
     (small_disk / "ballast").write_bytes(bytes(ROOM * 2**20 - 2 * QUEUE_BYTES - 2**20))
-    with running_road(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as road:
-        load = road.load(chance.randrange(2**32))
+    with running_road(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as pipeline:
+        load = pipeline.load(chance.randrange(2**32))
         wait_until(lambda: load.tally.bodies > 30, 30, "some bodies")
-        road.kill("store")
+        pipeline.kill("store")
         wait_until(lambda: stands_still(load), 120, "a queue that takes no more")
         bodies = load.tally.bodies
-        road.start_store()
+        pipeline.start_store()
         began = time.monotonic()
         tally = load.stop()
-        verdict = road.judge(tally, build=False)
+        verdict = pipeline.judge(tally, build=False)
         drained = time.monotonic() - began
     report(f"full after {bodies} bodies, {tally.again} tried again, drained in {drained:.1f} s; {verdict}")
 

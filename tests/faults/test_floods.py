@@ -41,20 +41,20 @@ def flood(port: int, begin: bytes, count: int) -> Generator[list[socket.socket]]
     opened: list[socket.socket] = []
     try:
         for _ in range(count):
-            one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
             # The kernel drops what does not fit a backlog, and asks again after one second, three, seven.
-            one.settimeout(20)
+            connection.settimeout(20)
             try:
-                one.connect(("127.0.0.1", port))
-                one.sendall(begin)
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(begin)
             except OSError:
-                one.close()
+                connection.close()
                 break
-            opened.append(one)
+            opened.append(connection)
         yield opened
     finally:
-        for one in opened:
-            one.close()
+        for connection in opened:
+            connection.close()
 
 
 def begun(kind: str, port: str) -> bytes:
@@ -65,14 +65,14 @@ def begun(kind: str, port: str) -> bytes:
 def left(connections: list[socket.socket], send: bytes) -> list[socket.socket]:
     """Those that the other side has not ended; each is sent a little more."""
     kept: list[socket.socket] = []
-    for one in connections:
-        one.setblocking(False)
+    for connection in connections:
+        connection.setblocking(False)
         try:
-            if one.recv(1 << 16):
+            if connection.recv(1 << 16):
                 continue
         except BlockingIOError:
-            one.send(send)
-            kept.append(one)
+            connection.send(send)
+            kept.append(connection)
         except OSError:
             continue
     return kept

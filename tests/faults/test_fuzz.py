@@ -185,12 +185,12 @@ def fuzz(directory: Path, chance: Random, report: Callable[[str], None], kind: s
         height = height_mib(child.process.pid)
         assert store_answers(store)
         verdict = judge(store, run, tally.held, build=False)
-    told = sum((sender.told for sender in senders), Counter[str]())
-    report(f"{told.total()} bodies in {took:.0f} s, slowest answer {slowest:.2f} s, {height} MiB at most: {dict(told.most_common())}")
+    answers = sum((sender.told for sender in senders), Counter[str]())
+    report(f"{answers.total()} bodies in {took:.0f} s, slowest answer {slowest:.2f} s, {height} MiB at most: {dict(answers.most_common())}")
     report(f"among them {tally.bodies} sound bodies; {verdict}")
 
     assert [failure for sender in senders for failure in sender.failed] == []
-    assert told.total() == bodies // SENDERS * SENDERS
+    assert answers.total() == bodies // SENDERS * SENDERS
     assert slowest < SLOWEST_SECONDS
     assert (tally.refused, verdict.faults) == ([], {})
     assert verdict.spans > 1000
@@ -214,13 +214,13 @@ class _Sender(threading.Thread):
             body = mutator.body()
             began = time.monotonic()
             try:
-                said = door.send(connection, body)
+                answer = door.send(connection, body)
             except Exception as error:
-                said = "no answer that the protocol knows"
+                answer = "no answer that the protocol knows"
                 self.failed.append(f"{door.name}, after {time.monotonic() - began:.1f} s: {error!r:.400}; body {body.hex()[:4000]}")
                 connection.close()
             self.slowest = max(self.slowest, time.monotonic() - began)
-            self.told[f"{door.name}: {said}"] += 1
+            self.told[f"{door.name}: {answer}"] += 1
 
 
 def _doors(store: StoreSettings) -> dict[str, list[Door]]:
@@ -267,14 +267,14 @@ def _http(signal: str, kind: str, encoding: str = "") -> Callable[[http.client.H
     def send(connection: http.client.HTTPConnection, body: bytes) -> str:
         connection.request("POST", f"/v1/{signal}", body, headers)
         answer = connection.getresponse()
-        said = answer.read()
+        content = answer.read()
         message = _RESPONSES[signal]() if answer.status == 200 else Status()
         if kind == JSON:
-            json_format.Parse(said, message)
+            json_format.Parse(content, message)
         else:
-            message.ParseFromString(said)
+            message.ParseFromString(content)
         # 5xx and 429 would make a sender come again with the same body, for ever.
-        assert answer.status == 200 or (answer.status in {400, 413} and message.message), (answer.status, said[:300])
+        assert answer.status == 200 or (answer.status in {400, 413} and message.message), (answer.status, content[:300])
         return str(answer.status)
 
     return send
@@ -298,10 +298,10 @@ def _grpc(channel: grpc.Channel, signal: str) -> Callable[[http.client.HTTPConne
 
 def _clickhouse(parameters: str, zipped: bool) -> Callable[[http.client.HTTPConnection, bytes], str]:
     def send(connection: http.client.HTTPConnection, body: bytes) -> str:
-        status, said = _ask(connection, body, f"{parameters}&max_execution_time=5&max_result_rows=100000", zipped)
+        status, content = _ask(connection, body, f"{parameters}&max_execution_time=5&max_result_rows=100000", zipped)
         if "compress=1" in parameters and "decompress" not in parameters:
             return str(status)
-        assert status == 200 or said.startswith(b"Code: "), (status, said[:300])
+        assert status == 200 or content.startswith(b"Code: "), (status, content[:300])
         return str(status)
 
     return send
@@ -310,9 +310,9 @@ def _clickhouse(parameters: str, zipped: bool) -> Callable[[http.client.HTTPConn
 def _ask(connection: http.client.HTTPConnection, body: bytes, parameters: str, zipped: bool = False) -> tuple[int, bytes]:
     connection.request("POST", f"/?{parameters}", body, {"Content-Encoding": "gzip"} if zipped else {})
     answer = connection.getresponse()
-    said = answer.read()
+    content = answer.read()
     assert answer.status == 200 or answer.headers["X-ClickHouse-Exception-Code"]
-    return answer.status, said
+    return answer.status, content
 
 
 def _connection(port: int) -> http.client.HTTPConnection:

@@ -119,7 +119,7 @@ class Found:
     """Rows as they came: more than calls, when a gateway was killed between a delivery and its note of it."""
 
 
-def found(store: StoreSettings, load: Load) -> Found:
+def counted(store: StoreSettings, load: Load) -> Found:
     with connect(store) as client:
 
         def rows(sql: str) -> list[tuple[Any, ...]]:
@@ -134,7 +134,7 @@ def found(store: StoreSettings, load: Load) -> Found:
 def settled(store: StoreSettings, load: Load, seconds: float = 60) -> Found:
     """What the store says when nothing is missing, or when the time is over."""
     end = time.monotonic() + seconds
-    while (now := found(store, load)).missing and time.monotonic() < end:
+    while (now := counted(store, load)).missing and time.monotonic() < end:
         time.sleep(0.2)
     return now
 
@@ -162,7 +162,7 @@ async def test_gateway_killed_under_load_stores_each_answered_call_once(
             last.process.terminate()
             assert last.process.wait(10) == 0
         report(f"{len(load.answered)} answered, {load.broken} broken, {now}")
-        now = found(settings.store, load)
+        now = counted(settings.store, load)
     assert (now.missing, now.double) == (0, 0)
     # Else nothing was killed in the middle of anything.
     assert load.broken > 0

@@ -129,7 +129,7 @@ ODD_EVENTS = {
 
 
 def cases(odd: Mapping[str, bytes]) -> list[ParameterSet]:
-    return [pytest.param(one, id=name) for name, one in odd.items()]
+    return [pytest.param(event, id=name) for name, event in odd.items()]
 
 
 ODD_LINES = {
@@ -261,7 +261,7 @@ class TestLeaving:
 
         async def stall(exchange: Exchange) -> None:
             await exchange.send(STREAM_HEAD, *map(chunk, EVENTS[:6]))
-            await exchange.gone()
+            await exchange.wait_closed()
             raise ConnectionResetError
 
         async with between(stall) as (stage, upstream):
@@ -310,9 +310,9 @@ def _read_to_the_end(client: socket.socket) -> bytes:
     return bytes(read).partition(b"\r\n\r\n")[2]
 
 
-async def _leave_after(stage: Stage, wanted: bytes) -> None:
+async def _leave_after(stage: Stage, expected: bytes) -> None:
     """Ask, read so much, and go."""
     async with stage.client.post("/rollout/r/attempt/0/v1/chat/completions", json=QUESTION | {"stream": True}) as answer:
-        read = await answer.content.readexactly(len(wanted))
-        assert read == wanted
+        read = await answer.content.readexactly(len(expected))
+        assert read == expected
         answer.close()

@@ -114,14 +114,14 @@ def answer(url: str, body: bytes, **headers: str) -> tuple[int, bytes]:
 
 def otlp(settings: StoreSettings, body: bytes, encoding: str) -> tuple[int, bool]:
     """Status, and whether the answer is an OTLP one that says why."""
-    status, said = answer(f"{settings.otlp_endpoint}/v1/traces", body, Content__Type=PROTOBUF, Content__Encoding=encoding)
-    return status, bool(Status.FromString(said).message) if status != 200 else True
+    status, response = answer(f"{settings.otlp_endpoint}/v1/traces", body, Content__Type=PROTOBUF, Content__Encoding=encoding)
+    return status, bool(Status.FromString(response).message) if status != 200 else True
 
 
 def clickhouse(settings: StoreSettings, body: bytes, encoding: str = "", parameters: str = "") -> tuple[int, bytes]:
     """Status, and how the answer begins."""
-    status, said = answer(f"{settings.url}/?{parameters}", body, **({"Content__Encoding": encoding} if encoding else {}))
-    return status, said[: len(b"Code: 117. DB::Exception: ")]
+    status, response = answer(f"{settings.url}/?{parameters}", body, **({"Content__Encoding": encoding} if encoding else {}))
+    return status, response[: len(b"Code: 117. DB::Exception: ")]
 
 
 @dataclass
@@ -170,7 +170,7 @@ def test_compression_bombs_are_refused_as_too_large(settings: StoreSettings, rep
         began = time.monotonic()
         by_otlp = [pool.submit(otlp, settings, body, name) for _ in range(AT_ONCE)]
         by_clickhouse = [pool.submit(clickhouse, settings, body, name) for _ in range(AT_ONCE)]
-        answers = {one.result() for one in by_otlp}, {one.result() for one in by_clickhouse}
+        answers = {future.result() for future in by_otlp}, {future.result() for future in by_clickhouse}
     report(f"{AT_ONCE} of {len(body) // 1024} KiB to each port in {time.monotonic() - began:.1f} s, others waited {others.slowest}")
 
     assert answers[0] <= {(413, True), (429, True)}
@@ -213,15 +213,15 @@ def test_statement_of_half_a_gigabyte_is_answered(settings: StoreSettings) -> No
 
 @pytest.mark.parametrize("what", lying_frames())
 def test_native_frames_with_wrong_sizes_answer_an_error(store: StoreSettings, what: str) -> None:
-    status, said = clickhouse(store, lying_frames()[what], parameters="decompress=1")
+    status, message = clickhouse(store, lying_frames()[what], parameters="decompress=1")
 
-    assert (status, said[:7]) in {(400, b"Code: 1"), (413, b"Code: 3")}
+    assert (status, message[:7]) in {(400, b"Code: 1"), (413, b"Code: 3")}
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_compressed_bodies_cut_or_broken_answer_400(store: StoreSettings, encoding: str) -> None:
-    made = Rollouts(1, "hostile-cut")
-    whole = packed(encoding, made.traces(made.rollout()[0]).plain)
+    rollouts = Rollouts(1, "hostile-cut")
+    whole = packed(encoding, rollouts.traces(rollouts.rollout()[0]).plain)
     broken = bytearray(whole)
     broken[len(broken) // 2] ^= 0xFF
     others = [name for name in (*ENCODINGS, "gzip, gzip", "compress", "x") if name != encoding]

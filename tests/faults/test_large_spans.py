@@ -1,4 +1,4 @@
-"""Spans as large, as many-sided and as deep as they come: stored whole, or refused in words, by either road."""
+"""Spans as large, as many-sided and as deep as they come: stored whole, or refused in words, by either decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEPTH = 40
 """Of lists within each other: protobuf's own parser allows a hundred messages, two a list."""
 TOO_DEEP = 60
 
-roads = pytest.mark.parametrize("company", [0, 1000], ids=["by Python", "by the engine"])
+by_each_decoder = pytest.mark.parametrize("company", [0, 1000], ids=["by Python", "by the engine"])
 """Small spans in the same request, from a thousand on decoded by the engine."""
 
 
@@ -57,7 +57,7 @@ def new_span() -> Span:
     return Span(trace_id=uuid.uuid4().bytes, span_id=b"\1" * 8, name="large", start_time_unix_nano=TIME, end_time_unix_nano=TIME)
 
 
-@roads
+@by_each_decoder
 def test_span_with_values_of_5_megabytes_is_stored_whole(store: StoreSettings, company: int) -> None:
     span, text, raw = new_span(), "é" * (5 * 2**19), bytes(range(256)) * (5 * 2**12)
     span.attributes.add(key="text").value.string_value = text
@@ -70,7 +70,7 @@ def test_span_with_values_of_5_megabytes_is_stored_whole(store: StoreSettings, c
     assert stored(store, span, ", ".join(f"lower(hex(SHA256({value})))" for value in values)) == [digests]
 
 
-@roads
+@by_each_decoder
 def test_span_with_50000_attributes_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     span.attributes.extend(KeyValue(key=f"key {number:05d}", value=AnyValue(int_value=number)) for number in range(50_000))
@@ -81,7 +81,7 @@ def test_span_with_50000_attributes_is_stored_whole(store: StoreSettings, compan
     assert stored(store, span, f"{columns}, {values}") == [(1, 1)]
 
 
-@roads
+@by_each_decoder
 def test_span_with_10000_events_and_links_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     for number in range(10_000):
@@ -98,7 +98,7 @@ def test_span_with_10000_events_and_links_is_stored_whole(store: StoreSettings, 
     assert stored(store, span, columns) == [(1, 1, 1, 10_000, f"{9999:016x}")]
 
 
-@roads
+@by_each_decoder
 def test_span_with_nested_lists_is_stored_whole(store: StoreSettings, company: int) -> None:
     span = new_span()
     _nest(span.attributes.add(key="deep").value, DEPTH)
@@ -115,9 +115,9 @@ def test_otlp_lists_nested_too_deep_answer_400(store: StoreSettings, depth: int)
         value = _field(0x2A, _field(0x0A, value))
     span = _field(0x0A, uuid.uuid4().bytes) + _field(0x4A, _field(0x0A, b"deep") + _field(0x12, value))
 
-    status, said = answered(store, _field(0x0A, _field(0x12, _field(0x12, span))), PROTOBUF)
+    status, content = answered(store, _field(0x0A, _field(0x12, _field(0x12, span))), PROTOBUF)
 
-    assert (status, Status.FromString(said).message[:38]) == (400, "the body is not a protobuf ExportTrace")
+    assert (status, Status.FromString(content).message[:38]) == (400, "the body is not a protobuf ExportTrace")
 
 
 @pytest.mark.parametrize("depth", [TOO_DEEP, 400, 20_000])
@@ -125,18 +125,18 @@ def test_otlp_json_lists_nested_too_deep_answer_400(store: StoreSettings, depth:
     value = '{"arrayValue": {"values": [' * depth + '{"stringValue": "end"}' + "]}}" * depth
     span = f'{{"traceId": "{uuid.uuid4().hex}", "spanId": "{"01" * 8}", "attributes": [{{"key": "deep", "value": {value}}}]}}'
 
-    status, said = answered(store, f'{{"resourceSpans": [{{"scopeSpans": [{{"spans": [{span}]}}]}}]}}'.encode(), JSON)
+    status, content = answered(store, f'{{"resourceSpans": [{{"scopeSpans": [{{"spans": [{span}]}}]}}]}}'.encode(), JSON)
 
-    assert (status, json_format.Parse(said, Status()).message[:12]) == (400, "the body is ")
+    assert (status, json_format.Parse(content, Status()).message[:12]) == (400, "the body is ")
 
 
 def test_otlp_body_over_limit_answers_413(store: StoreSettings) -> None:
     span = new_span()
     span.attributes.add(key="text").value.string_value = "x" * (65 * 2**20)
 
-    status, said = sent(store, span, 0)
+    status, content = sent(store, span, 0)
 
-    assert (status, Status.FromString(said).message) == (413, "the body has more than 67108864 bytes; send smaller ones")
+    assert (status, Status.FromString(content).message) == (413, "the body has more than 67108864 bytes; send smaller ones")
 
 
 def _nest(value: AnyValue, depth: int) -> None:

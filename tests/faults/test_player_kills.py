@@ -52,14 +52,14 @@ async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
     players = Players(random.Random(27))
     settings = queue_settings(queue_db, queue__lease_seconds=3, max_attempts=KILLS + 2)
     episode = {"turn_seconds": TURN_SECONDS, "turn_tokens": 4}
-    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3, episode=episode) as here:
-        here.gateway.reply = players.reply
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=3, episode=episode) as services:
+        services.gateway.reply = players.reply
         shutil.copy(AGENTS / "relay.py", tmp_path)
 
         def start_worker() -> None:
-            here.start_worker(agent=("--environment", "relay:Relay"), env={"RELAY_LOG": str(log)}, max_attempts=KILLS + 2)
+            services.start_worker(agent=("--environment", "relay:Relay"), env={"RELAY_LOG": str(log)}, max_attempts=KILLS + 2)
 
-        victims = Victims(here, settings, chance, start_worker)
+        victims = Victims(services, settings, chance, start_worker)
         try:
             async with QueueClient.of(settings.queue, retry_seconds=300) as client:
                 rollouts = new_rollouts(ROLLOUTS)
@@ -74,12 +74,12 @@ async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
                         victims.killed["player"] += 1
                     else:
                         await asyncio.to_thread(victims.kill_one)
-                attempts = await require_once(client, here, [str(one.rollout_id) for one in rollouts])
-                await require_no_orphan(here)
+                attempts = await require_once(client, services, [str(rollout.rollout_id) for rollout in rollouts])
+                await require_no_orphan(services)
         finally:
             victims.server.stop()
         returns = defaultdict[str, float](float)
-        for span in here.sink.spans:
+        for span in services.sink.spans:
             for _, attributes in span.events:
                 if semconv.REWARD_ROLE in attributes:
                     returns[span.trace_id] += float(str(attributes[semconv.EVALUATION_SCORE]))

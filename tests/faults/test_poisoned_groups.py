@@ -121,13 +121,13 @@ def sample(weights: Path, prompt: list[int], seed: int) -> list[tuple[list[int],
     """Sample ROLLOUTS answers of three tokens, with their logprobs."""
     import torch
 
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     model = load(weights)
     ids, logprobs = torch.tensor([prompt] * ROLLOUTS), list[Any]()
     with torch.no_grad():
         for _ in range(3):
             after = model(ids).logits[:, -1].log_softmax(-1)
-            token = torch.multinomial(after.exp(), 1, generator=dice)
+            token = torch.multinomial(after.exp(), 1, generator=generator)
             logprobs.append(after.gather(1, token))
             ids = torch.cat([ids, token], 1)
     return list(zip(ids[:, len(prompt) :].tolist(), torch.cat(logprobs, 1).tolist(), strict=True))

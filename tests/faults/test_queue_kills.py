@@ -39,9 +39,9 @@ class Workers:
         self._running[place] = self._start()
 
     def stop(self) -> None:
-        for one in self._running:
-            one.kill()
-            one.wait()
+        for process in self._running:
+            process.kill()
+            process.wait()
 
     def acknowledged(self) -> Counter[tuple[str, int]]:
         lines = [line.split() for file in self._directory.glob("worker-*") for line in file.read_text().splitlines()]
@@ -155,9 +155,9 @@ def test_queue_server_sigterm_answers_waiting_requests_and_keeps_acknowledged_wo
             assert await waiting == []
             assert await asyncio.to_thread(server.process.wait, 30) == 0
             assert time.monotonic() - began < 10
-            for one in adding:
-                one.cancel()
-            done = [one.result() for one in adding if one.done() and not one.cancelled()]
+            for task in adding:
+                task.cancel()
+            done = [task.result() for task in adding if task.done() and not task.cancelled()]
         database = QueueDatabase(settings.queue.db.get_secret_value())
         with database.reading() as connection:
             there = set(connection.execute(sa.select(ROLLOUTS.c.rollout_id)).scalars())

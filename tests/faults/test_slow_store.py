@@ -58,12 +58,12 @@ def test_store_that_is_suspended_loses_no_span_and_counts_resent_spans_once(
 def test_store_with_full_queue_answers_resource_exhausted(tmp_path: Path, chance: Random) -> None:
     # Bodies lie for two seconds in a queue that holds two of them.
     store, run = store_settings(tmp_path / "data", queue_bytes=1_000_000, linger_ms=2000), uuid.uuid4().hex[:8]
-    made = Rollouts(chance.randrange(2**32), run)
-    bodies = [made.traces([span for _ in range(160) for span in made.rollout()[0]]) for _ in range(6)]
+    rollouts = Rollouts(chance.randrange(2**32), run)
+    bodies = [rollouts.traces([span for _ in range(160) for span in rollouts.rollout()[0]]) for _ in range(6)]
     with running_store(store, tmp_path / "log"), ThreadPoolExecutor(7) as pool:
         sent = [pool.submit(_answer, store, body) for body in bodies]
         refused = _refused_by_grpc(store, bodies[0])
-        answers = [one.result() for one in sent]
+        answers = [future.result() for future in sent]
         taken = [body.held for body, (status, _) in zip(bodies, answers, strict=True) if status == 200]
         verdict = judge(store, run, Held.of(taken), build=False)
 

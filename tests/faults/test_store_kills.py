@@ -82,8 +82,8 @@ def test_journal_after_kill_is_inserted_by_store_with_newer_tables(tmp_path: Pat
     """Killed with everything in the journal, its last write torn; then the journal alone comes to a store of newer tables."""
     run = uuid.uuid4().hex[:8]
     first, second = (store_settings(tmp_path / name, settle_seconds=600) for name in ("first", "second"))
-    made = Rollouts(chance.randrange(2**32), run)
-    bodies = [_body(made, rollouts) for _ in range(3)]
+    factory = Rollouts(chance.randrange(2**32), run)
+    bodies = [_body(factory, rollouts) for _ in range(3)]
     with running_store(first, tmp_path / "log") as child:
         assert [_posted(first, body) for body in bodies] == [200] * 3
         child.process.kill()
@@ -102,12 +102,12 @@ def test_journal_after_kill_is_inserted_by_store_with_newer_tables(tmp_path: Pat
 def test_store_body_delivered_3_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """One after the other, and together in one insert."""
     store, run = store_settings(tmp_path / "data", linger_ms=1000), uuid.uuid4().hex[:8]
-    made = Rollouts(chance.randrange(2**32), run)
-    body, logs = _body(made, rollouts), made.logs(made.rollout()[1])
+    factory = Rollouts(chance.randrange(2**32), run)
+    body, logs = _body(factory, rollouts), factory.logs(factory.rollout()[1])
     with running_store(store, tmp_path / "log"), connect(store) as client:
         client.command("SYSTEM STOP MERGES")
         for inserts in (1, 2, 3):
-            assert [_posted(store, one) for one in (body, logs)] == [200, 200]
+            assert [_posted(store, request) for request in (body, logs)] == [200, 200]
             # Whoever asks brings into the tables what waits.
             assert _one(client, "SELECT uniqExact(IngestedAt) FROM spangrad_internal.calls") == (inserts,)
         with ThreadPoolExecutor(6) as pool:
@@ -118,8 +118,8 @@ def test_store_body_delivered_3_times_counts_once(tmp_path: Path, chance: Random
     assert (verdict.faults, verdict.delivered) == ({}, 6 * verdict.spans)
 
 
-def _body(made: Rollouts, rollouts: int) -> Body:
-    return made.traces([span for _ in range(rollouts) for span in made.rollout()[0]])
+def _body(factory: Rollouts, rollouts: int) -> Body:
+    return factory.traces([span for _ in range(rollouts) for span in factory.rollout()[0]])
 
 
 def _posted(store: StoreSettings, body: Body) -> int:

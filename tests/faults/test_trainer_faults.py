@@ -122,8 +122,8 @@ def test_trainer_whose_ledger_crashes_within_step_repeats_it(tmp_path: Path, cap
         again.run(follow=False)
         assert committed(again) == {0: [], 1: ["a-0", "a-1"], 3: ["b-0", "b-1"], 4: ["c-0", "c-1"]}
         assert (Path(loop.newest_version(again.ledger).policy_version.path) / "optimizer/weight").read_text() == "3.0"
-        for one in (trainer, again):
-            one.ledger.close()
+        for stopped in (trainer, again):
+            stopped.ledger.close()
 
 
 def test_trainer_waits_for_step_of_another_machine_and_takes_over_lost_step(
@@ -205,9 +205,9 @@ def test_trainers_of_one_branch_take_turns_without_repeating_a_step(place: Place
     assert [code for *_, code in ended] == [0, 0], ended
     assert all(int(out) for out, *_ in ended), "one made all the steps"
     ledger = Ledger(where, "policy", "main")
-    versions = [one for one in ledger.versions() if one.status is VersionStatus.COMMITTED]
-    assert [one.policy_version.parent for one in versions] == [None, *(one.version for one in versions[:-1])]
-    trained = [row.rollout_id for one in versions for row in ledger.batch(one.policy_version.batch_id or "")]
+    versions = [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED]
+    assert [version.policy_version.parent for version in versions] == [None, *(version.version for version in versions[:-1])]
+    trained = [row.rollout_id for version in versions for row in ledger.batch(version.policy_version.batch_id or "")]
     assert trained == [f"{name}-{i}" for name in names for i in range(2)]
     assert (Path(versions[-1].policy_version.path) / "optimizer/weight").read_text() == "24.0", "a step was lost, or done twice"
     ledger.close()

@@ -118,14 +118,14 @@ def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
         assert story(killed) == expected
         assert skipped(killed) == {f"g{i:02}-{reason}": reason for i, (reason, _) in first_in.items()}
         assert left_behind(killed) == set()
-        assert mirrored(world, killed) == [(one.version, one.status) for one in versions(killed)]
+        assert mirrored(world, killed) == [(version.version, version.status) for version in versions(killed)]
     report(f"{fell.total()} kills in {runs} runs of {steps} steps ({seconds:.1f} s undisturbed): {dict(sorted(fell.items()))}")
 
 
 def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, seconds: float) -> None:
     """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
     stage = chance.choice(["start", "steps", "checkpoint", "commit"])
-    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
     if stage == "start":
         time.sleep(chance.uniform(0, 1))
         return
@@ -133,10 +133,10 @@ def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, se
     if stage == "steps":
         time.sleep(chance.uniform(0, seconds))
         return
-    there = set(here.glob("*"))
+    there = set(directory.glob("*"))
     awaited = ".writing-*" if stage == "checkpoint" else "v*"
     end = time.monotonic() + 2 * seconds
-    while time.monotonic() < end and not set(here.glob(awaited)) - there:
+    while time.monotonic() < end and not set(directory.glob(awaited)) - there:
         time.sleep(0.0005)
     time.sleep(chance.uniform(0, 0.02))
 
@@ -159,16 +159,17 @@ def versions(settings: Settings) -> list[LedgerVersion]:
 def story(settings: Settings) -> list[tuple[str, list[str]]]:
     """The checksum of each committed version, and the rollouts that made it; they are one line, and the last one's files are whole."""
     ledger = Ledger(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
-    committed = [one for one in ledger.versions() if one.status is VersionStatus.COMMITTED]
-    assert [one.policy_version.parent for one in committed[1:]] == [one.version for one in committed[:-1]]
+    committed = [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED]
+    assert [version.policy_version.parent for version in committed[1:]] == [version.version for version in committed[:-1]]
     if committed:
         assert ledger.frontier() == committed[-1]
         checkpoint.verify(Path(committed[-1].policy_version.path), committed[-1].policy_version.checksum)
-    found = [
-        (one.policy_version.checksum, [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")]) for one in committed
+    batches = [
+        (version.policy_version.checksum, [row.rollout_id for row in ledger.batch(version.policy_version.batch_id or "")])
+        for version in committed
     ]
     ledger.close()
-    return found
+    return batches
 
 
 def skipped(settings: Settings) -> dict[str, SkipReason]:
@@ -182,9 +183,9 @@ def skipped(settings: Settings) -> dict[str, SkipReason]:
 
 def left_behind(settings: Settings) -> set[str]:
     """Directories that no committed version has."""
-    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
-    known = {f"v{one.version}" for one in versions(settings) if one.status is VersionStatus.COMMITTED}
-    return {path.name for path in here.iterdir()} - known
+    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    known = {f"v{version.version}" for version in versions(settings) if version.status is VersionStatus.COMMITTED}
+    return {path.name for path in directory.iterdir()} - known
 
 
 def mirrored(world: BuiltRollouts, settings: Settings) -> list[tuple[int, str]]:
@@ -199,11 +200,11 @@ def place(settings: Settings) -> str:
     """Where in its work a trainer was killed, as far as it left traces."""
     if not (settings.trainer.directory / "ledger.db").exists():
         return "before there was a ledger"
-    known = {one.version: one.status for one in versions(settings)}
-    here = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    known = {version.version: version.status for version in versions(settings)}
+    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
     if None not in known.values():
         return "between two steps, or at its start"
-    if any(here.glob(".writing-*")):
+    if any(directory.glob(".writing-*")):
         return "while it wrote a checkpoint"
     under_way = next(version for version, status in known.items() if status is None)
-    return "between checkpoint and commit" if (here / f"v{under_way}").exists() else "in a step"
+    return "between checkpoint and commit" if (directory / f"v{under_way}").exists() else "in a step"

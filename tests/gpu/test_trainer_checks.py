@@ -27,9 +27,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("small"), SMALL)
 
 
-def differences(one: dict[str, float], other: dict[str, float]) -> ReportedFigures:
+def differences(metrics: dict[str, float], other: dict[str, float]) -> ReportedFigures:
     """Relative differences of two steps' loss and gradient norm."""
-    return {name: abs(one[name] - other[name]) / max(abs(other[name]), 1e-6) for name in ("loss", "grad_norm")}
+    return {name: abs(metrics[name] - other[name]) / max(abs(other[name]), 1e-6) for name in ("loss", "grad_norm")}
 
 
 def test_step_in_bfloat16_agrees_with_float32(device: str, small: Path, figures: ReportedFigures) -> None:
@@ -98,6 +98,6 @@ def weights(optimizer: Any) -> dict[str, np.ndarray]:
     return {name: np.array(value) for name, value in optimizer.weights()}
 
 
-def changed(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not np.array_equal(one[name], other[name])]
+def changed(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> list[str]:
+    assert left.keys() == right.keys()
+    return [name for name in left if not np.array_equal(left[name], right[name])]

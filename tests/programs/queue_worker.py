@@ -18,8 +18,8 @@ async def attempt(client: QueueClient, lease: RolloutLease, file: Path) -> None:
     if lease.task_input() == "poison":
         await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH, detail="poison")])
         return
-    told = Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": 1.0}, calls=1, seconds=0.01)
-    (result,) = await client.complete([told])
+    completion = Completion(rollout_id=lease.rollout_id, attempt=lease.attempt, rewards={"reward": 1.0}, calls=1, seconds=0.01)
+    (result,) = await client.complete([completion])
     if result.refused is None:
         with file.open("a") as out:
             out.write(f"{lease.rollout_id} {lease.attempt}\n")

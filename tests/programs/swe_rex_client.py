@@ -72,10 +72,10 @@ async def main(host, port, key):
     seen["unmatched"] = (await raised(act("x", timeout=0.5, is_interactive_command=True)))[0]
     left = await act("quit", timeout=10, is_interactive_quit=True)
     seen["left"] = [left.output, left.exit_code, (await act("echo $line", timeout=10)).output]
-    twice = [await act("printf 'a? b? '; read -r line; echo got $line; cat", timeout=10, is_interactive_command=True, expect=[r"\? "])]
+    results = [await act("printf 'a? b? '; read -r line; echo got $line; cat", timeout=10, is_interactive_command=True, expect=[r"\? "])]
     for line, pattern in (("hi", r"\? "), ("later", "got hi")):
-        twice.append(await act(line, timeout=10, is_interactive_command=True, expect=[pattern]))
-    seen["unread"] = [[result.output, result.expect_string] for result in twice]
+        results.append(await act(line, timeout=10, is_interactive_command=True, expect=[pattern]))
+    seen["unread"] = [[result.output, result.expect_string] for result in results]
     await runtime.run_in_session(BashInterruptAction())
     seen["after"] = (await act("echo after", timeout=10)).output
     await act("trap '' INT; echo $$; cat", timeout=10, is_interactive_command=True, expect=["[0-9]+"])

@@ -166,12 +166,12 @@ class StoredRollouts:
         time = START + timedelta(seconds=self._made)
         if not span:
             span = f"{self._made:016x}"
-            told = dict(attributes or {})
-            told |= {"spangrad.request.json": json.dumps(request)} if request is not None else {}
-            told |= {"spangrad.response.json": json.dumps(answer)} if answer is not None else {}
-            self._span(trace, span, time, told, events or [])
+            sent = dict(attributes or {})
+            sent |= {"spangrad.request.json": json.dumps(request)} if request is not None else {}
+            sent |= {"spangrad.response.json": json.dumps(answer)} if answer is not None else {}
+            self._span(trace, span, time, sent, events or [])
         else:
-            time = next(START + timedelta(seconds=one["at"]) for one in self.spans if one["span"] == span)
+            time = next(START + timedelta(seconds=stored["at"]) for stored in self.spans if stored["span"] == span)
         call = call_id(trace, span, choice)
         build = self.builds.setdefault(
             rollout, {"Mode": mode, "GroupId": group, "TaskId": task, "GroupSize": 2, "Calls": 0, "Transitions": 0, "Drops": 0}
@@ -256,21 +256,21 @@ class StoredRollouts:
                     "startTimeUnixNano": start,
                     "endTimeUnixNano": start,
                     "attributes": _attributes(attributes),
-                    "events": [{"name": name, "timeUnixNano": start, "attributes": _attributes(told)} for name, told in events],
+                    "events": [{"name": name, "timeUnixNano": start, "attributes": _attributes(values)} for name, values in events],
                 },
             }
         )
 
     def _post(self) -> None:
-        scope = {"scope": {"name": "spangrad.gateway"}, "spans": [one["otlp"] for one in self.spans]}
+        scope = {"scope": {"name": "spangrad.gateway"}, "spans": [stored["otlp"] for stored in self.spans]}
         body = {"resourceSpans": [{"resource": {"attributes": _attributes({"service.name": "gateway"})}, "scopeSpans": [scope]}]}
         post(self.store, json.dumps(body).encode())
 
 
 def chat(messages: list[dict[str, Any]], reply: str | dict[str, Any], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Request and answer of /v1/chat/completions."""
-    said = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
-    return {"model": "policy", "messages": messages, **more}, {"choices": [{"index": 0, "message": said, "finish_reason": "stop"}]}
+    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    return {"model": "policy", "messages": messages, **more}, {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -278,7 +278,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def said(text: str) -> dict[str, Any]:
+def assistant(text: str) -> dict[str, Any]:
     """The model's message."""
     return {"role": "assistant", "content": text}
 

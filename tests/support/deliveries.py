@@ -111,22 +111,22 @@ class Load:
                 if self._made.is_set():
                     break
                 continue
-            while (said := self._timed(send, body)) == "":
+            while (refusal := self._timed(send, body)) == "":
                 time.sleep(_PAUSE_SECONDS)
             with self._lock:
-                if said is None:
+                if refusal is None:
                     self.tally.acknowledged.append(body.held)
                     self.tally.bodies += 1
                 else:
-                    self.tally.refused.append(said)
+                    self.tally.refused.append(refusal)
         close()
 
     def _timed(self, send: Send, body: Body) -> str | None:
         began = time.monotonic()
-        said = send(body)
-        if said is None:
+        refusal = send(body)
+        if refusal is None:
             self.tally.slowest = max(self.tally.slowest, time.monotonic() - began)
-        return said
+        return refusal
 
     def _http(self, port: int) -> tuple[Send, Callable[[], None]]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=self._timeout)
@@ -190,8 +190,8 @@ def _rejected(signal: str, answer: bytes, content_type: str) -> str | None:
         message.MergeFromString(answer)
     else:
         json_format.Parse(answer, message)
-    told = str(message.partial_success)
-    return f"partly refused: {told}" if told else None
+    refusal = str(message.partial_success)
+    return f"partly refused: {refusal}" if refusal else None
 
 
 # Law 1, checked: what was acknowledged is stored, and counts once for every reader.
@@ -214,8 +214,8 @@ class Verdict:
     @property
     def faults(self) -> dict[str, dict[str, int]]:
         """What is wrong; empty when nothing is."""
-        found = {"missing": self.missing, "double": self.double, "strange": self.strange}
-        return {name: counts for name, counts in found.items() if counts}
+        kinds = {"missing": self.missing, "double": self.double, "strange": self.strange}
+        return {name: counts for name, counts in kinds.items() if counts}
 
 
 def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> Verdict:
@@ -234,7 +234,7 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
     ours, raw = f"RunId = '{run}'", f"otel.otel_traces WHERE SpanAttributes['{semconv.RUN_ID}'] = '{run}'"
     calls = rows(f"SELECT CallId, PromptIds, ResponseIds, Logprobs FROM spangrad.calls WHERE {ours}")
     judged = "if(RowKind = 'evaluation_log', concat('log ', SpanId), SpanId)"
-    found: dict[str, tuple[Iterable[str], list[str]]] = {
+    compared: dict[str, tuple[Iterable[str], list[str]]] = {
         "spans": (held.spans, names(f"SELECT SpanId FROM spangrad.rollout_spans WHERE RowKind = 'span' AND {ours}")),
         "raw spans": (
             held.spans,
@@ -252,20 +252,20 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
         ),
     }
     if build:
-        found["transitions"] = (held.calls, names(f"SELECT CallId FROM spangrad.transitions WHERE {ours}"))
-        found["drops"] = ([], names(f"SELECT concat(Reason, ' ', CallId) FROM spangrad.drops WHERE {ours}"))
-    strayed = names(
+        compared["transitions"] = (held.calls, names(f"SELECT CallId FROM spangrad.transitions WHERE {ours}"))
+        compared["drops"] = ([], names(f"SELECT concat(Reason, ' ', CallId) FROM spangrad.drops WHERE {ours}"))
+    altered = names(
         f"SELECT SpanId FROM otel.otel_traces WHERE SpanAttributes['spangrad.run.id'] = '{run}' AND SpanAttributes['{OWN_ID}'] != SpanId"
     )
     wrong = [row[0] for row in calls if row[0] in held.calls and tuple(map(list, row[1:])) != held.calls[row[0]]]
     ((delivered,),) = rows(f"SELECT count() FROM {raw}")
     client.close()
-    verdict = Verdict(len(held.spans), len(held.calls), delivered, strange=_counted({"values": len(strayed) + len(wrong)}))
-    for what, (expected, got) in found.items():
-        wanted, seen = set(expected), Counter(got)
-        verdict.missing.update(_counted({what: len(wanted - seen.keys())}))
+    verdict = Verdict(len(held.spans), len(held.calls), delivered, strange=_counted({"values": len(altered) + len(wrong)}))
+    for what, (expected, got) in compared.items():
+        expected_ids, seen = set(expected), Counter(got)
+        verdict.missing.update(_counted({what: len(expected_ids - seen.keys())}))
         verdict.double.update(_counted({what: sum(count > 1 for count in seen.values())}))
-        verdict.strange.update(_counted({what: len(seen.keys() - wanted)}))
+        verdict.strange.update(_counted({what: len(seen.keys() - expected_ids)}))
     return verdict
 
 
@@ -339,10 +339,10 @@ class Road:
 def running_road(directory: Path, **changes: object) -> Generator[Road]:
     """Both parts, started; stopped at the end. Skips the test where there is no Collector."""
     otelcol()
-    road = Road(directory, **changes)
+    services = Road(directory, **changes)
     try:
-        road.start_store()
-        road.start_collector()
-        yield road
+        services.start_store()
+        services.start_collector()
+        yield services
     finally:
-        road.close()
+        services.close()

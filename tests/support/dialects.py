@@ -161,7 +161,7 @@ _MIXED = ("choices", "tool_calls")
 
 def comparable(body: bytes) -> Any:
     """What an answer says, of whatever dialect."""
-    return _Stream(body).told() if body.startswith((b"data:", b"event:")) else _steady(json.loads(body))
+    return _Stream(body).content() if body.startswith((b"data:", b"event:")) else _steady(json.loads(body))
 
 
 class _Stream:
@@ -182,24 +182,24 @@ class _Stream:
             choices = values.get("choices") or [{}]
             for path, value in sorted(_leaves("", {"event": name, **values}), key=_place):
                 self.fields.add(path)
-                self._say(f"choice {choices[0].get('index')}", path, value)
+                self._add(f"choice {choices[0].get('index')}", path, value)
 
-    def told(self) -> dict[str, Any]:
+    def content(self) -> dict[str, Any]:
         return {"said": self.said, "fields": sorted(self.fields)}
 
-    def _say(self, choice: str, path: str, value: Any) -> None:
-        said = self.said.setdefault(choice, [])
+    def _add(self, choice: str, path: str, value: Any) -> None:
+        parts = self.said.setdefault(choice, [])
         if isinstance(value, list) or path.endswith(_LENGTHENED):
             if value:
-                if not said or not isinstance(said[-1], dict):
-                    said.append({})
-                said[-1][path] = said[-1][path] + value if path in said[-1] else value
+                if not parts or not isinstance(parts[-1], dict):
+                    parts.append({})
+                parts[-1][path] = parts[-1][path] + value if path in parts[-1] else value
         elif value is not None and self._state.get((choice, path)) != value:
             self._state[choice, path] = value
             if path.endswith(_ENDS):
                 self.said.setdefault(f"end of {choice}", []).append((path, value))
             else:
-                said.append((path, value))
+                parts.append((path, value))
 
 
 def _place(leaf: tuple[str, Any]) -> int:
@@ -211,11 +211,11 @@ def _place(leaf: tuple[str, Any]) -> int:
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The values of an event, each with its path."""
     if isinstance(value, dict):
-        for name, one in value.items():
-            yield from _leaves(f"{path}.{name}", "…" if name in VOLATILE and one else one)
+        for name, child in value.items():
+            yield from _leaves(f"{path}.{name}", "…" if name in VOLATILE and child else child)
     elif isinstance(value, list) and path.endswith(_MIXED):
-        for one in value:
-            yield from _leaves(f"{path}[]", one)
+        for child in value:
+            yield from _leaves(f"{path}[]", child)
     else:
         yield path, _steady(value)
 
@@ -223,18 +223,20 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _without_end(value: Any) -> Any:
     """Without logprobs of the token that ends an answer: vLLM's Responses tell them when it came together with a token that has text."""
     if isinstance(value, dict):
-        return {key: _without_end(one) for key, one in value.items()}
+        return {key: _without_end(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_without_end(one) for one in value if not (isinstance(one, dict) and "logprob" in one and one.get("token") == _END)]
+        return [
+            _without_end(child) for child in value if not (isinstance(child, dict) and "logprob" in child and child.get("token") == _END)
+        ]
     return value
 
 
 def _steady(value: Any) -> Any:
     """Without what is drawn or read from a clock, and numbers as exact as two processes agree on."""
     if isinstance(value, dict):
-        return {key: "…" if key in VOLATILE and one else _steady(one) for key, one in value.items()}
+        return {key: "…" if key in VOLATILE and child else _steady(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_steady(one) for one in value]
+        return [_steady(child) for child in value]
     return round(value, 3) if isinstance(value, float) else value
 
 

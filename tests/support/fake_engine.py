@@ -161,8 +161,8 @@ class FakeEngine:
         await response.prepare(request)
         *events, rest = recorded.body.split(b"\n\n")
         try:
-            for place, one in enumerate(events):
-                await response.write(one + b"\n\n")
+            for place, event_bytes in enumerate(events):
+                await response.write(event_bytes + b"\n\n")
                 if place + 1 == self.stall_after:
                     await self.go_on.wait()
             await response.write(rest)

@@ -137,7 +137,7 @@ async def backends(stage: Stage) -> list[dict[str, Any]]:
 
 async def all_serve(stage: Stage, count: int) -> None:
     async with asyncio.timeout(10):
-        while [one["status"] for one in await backends(stage)] != ["serving"] * count:  # noqa: ASYNC110 - there is no event
+        while [backend["status"] for backend in await backends(stage)] != ["serving"] * count:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
 
@@ -265,7 +265,7 @@ class Exchange:
     def die(self) -> None:
         self.writer.transport.abort()
 
-    async def gone(self) -> None:
+    async def wait_closed(self) -> None:
         """Until the gateway has closed the connection."""
         while await self.reader.read(1):
             pass

@@ -53,9 +53,9 @@ _VARIABLE = re.compile(r"\$(\w+)|\[\[(\w+?)(?::(\w+))?\]\]|\$\{(\w+)(?:\.[^:^}]+
 def replace_variables(sql: str, choices: Choices) -> str:
     """Variables by their values, `$name` or `${name:format}`; unknown names stay."""
 
-    def value(found: re.Match[str]) -> str:
-        name = found[1] or found[2] or found[4]
-        return _formatted(choices[name].values, found[3] or found[5] or "") if name in choices else found[0]
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2] or match[4]
+        return _formatted(choices[name].values, match[3] or match[5] or "") if name in choices else match[0]
 
     return _VARIABLE.sub(value, sql)
 
@@ -64,9 +64,9 @@ def _formatted(value: str | list[str], format_: str) -> str:
     values = value if isinstance(value, list) else [value]
     match format_:
         case "singlequote":
-            return ",".join("'" + one.replace("'", "\\'") + "'" for one in values)
+            return ",".join("'" + text.replace("'", "\\'") + "'" for text in values)
         case "sqlstring":
-            return ",".join("'" + one.replace("'", "''") + "'" for one in values)
+            return ",".join("'" + text.replace("'", "''") + "'" for text in values)
         case "csv" | "raw":
             return ",".join(values)
         case "":
@@ -93,13 +93,13 @@ def conditional_all(sql: str, choices: Choices) -> str:
 
 def expand_macros(sql: str, window: Window) -> str:
     """Macros of the data source by its SQL, the innermost first."""
-    found = list(re.finditer(r"\$__(\w+)", sql))
-    for one in reversed(found):
-        macro = _MACROS.get(one[1])
+    matches = list(re.finditer(r"\$__(\w+)", sql))
+    for match in reversed(matches):
+        macro = _MACROS.get(match[1])
         if macro is None:
             continue
-        end, arguments = _arguments(sql, one.end()) if sql[one.end() : one.end() + 1] == "(" else (one.end(), [])
-        sql = sql[: one.start()] + macro([argument.strip() for argument in arguments], window) + sql[end:]
+        end, arguments = _arguments(sql, match.end()) if sql[match.end() : match.end() + 1] == "(" else (match.end(), [])
+        sql = sql[: match.start()] + macro([argument.strip() for argument in arguments], window) + sql[end:]
     return sql
 
 
@@ -150,14 +150,14 @@ _MACROS = {
 
 def _arguments(sql: str, connect_with: int) -> tuple[int, list[str]]:
     """Where the parentheses that open there end, and what commas part between them."""
-    depth, begin, found = 0, connect_with + 1, list[str]()
+    depth, begin, arguments = 0, connect_with + 1, list[str]()
     for at in range(connect_with, len(sql)):
         depth += {"(": 1, ")": -1}.get(sql[at], 0)
         if depth == 0 or (depth == 1 and sql[at] == ","):
-            found.append(sql[begin:at])
+            arguments.append(sql[begin:at])
             begin = at + 1
         if depth == 0:
-            return at + 1, found
+            return at + 1, arguments
     raise ValueError(f"parentheses do not close: {sql[connect_with - 20 :]}")
 
 
@@ -200,10 +200,10 @@ TRACE = {
 
 def field_kind(type_: str) -> str:
     """What the data source makes of a ClickHouse type: time, number, bool, text or json; with `?`: or null; empty: it has no converter."""
-    while found := re.fullmatch(r"LowCardinality\((.*)\)", type_):
-        type_ = found[1]
-    if found := re.fullmatch(r"Nullable\((.*)\)", type_):
-        kind = field_kind(found[1])
+    while match := re.fullmatch(r"LowCardinality\((.*)\)", type_):
+        type_ = match[1]
+    if match := re.fullmatch(r"Nullable\((.*)\)", type_):
+        kind = field_kind(match[1])
         return kind + "?" if kind else ""
     for kind, pattern in (
         ("time", r"Date(32|Time|Time64)?(\(.*\))?"),
@@ -221,20 +221,22 @@ def complaints(panel: Panel, columns: Columns, rows: Sequence[Sequence[Any]]) ->
     """Why the panel could not draw the answer, in sentences; none: it can."""
     names = [name for name, _ in columns]
     kinds = [field_kind(type_) for _, type_ in columns]
-    found = [
+    sentences = [
         f"{name} is {type_}, which the data source cannot convert" for (name, type_), kind in zip(columns, kinds, strict=True) if not kind
     ]
-    found += [f"two columns are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]
-    found += ["no rows"] if not rows else []
-    wanted = {
+    sentences += [f"two columns are named {name}" for name in sorted({name for name in names if names.count(name) > 1})]
+    sentences += ["no rows"] if not rows else []
+    overridden = {
         override["matcher"]["options"] for override in panel.model["fieldConfig"]["overrides"] if override["matcher"]["id"] == "byName"
     }
-    found += [f"an override speaks of {name}, which is no column" for name in sorted(wanted - set(names))]
-    by_kind = {kind: [at for at, one in enumerate(kinds) if one.rstrip("?") == kind] for kind in ("time", "number", "text", "json", "bool")}
+    sentences += [f"an override speaks of {name}, which is no column" for name in sorted(overridden - set(names))]
+    by_kind = {
+        kind: [at for at, given in enumerate(kinds) if given.rstrip("?") == kind] for kind in ("time", "number", "text", "json", "bool")
+    }
     check = {"timeseries": _series, "trend": _trend, "stat": _stat, "barchart": _bars, "table": _table, "traces": _trace}[panel.kind]
-    found += check(panel, columns, kinds, by_kind, rows)
+    sentences += check(panel, columns, kinds, by_kind, rows)
     drawn = [names[at] for at in by_kind["number"] if rows and all(_empty(row[at]) for row in rows)]
-    return found + ([f"{name} has no value in any row" for name in drawn] if panel.kind != "table" else [])
+    return sentences + ([f"{name} has no value in any row" for name in drawn] if panel.kind != "table" else [])
 
 
 def _empty(value: Any) -> bool:
@@ -247,16 +249,18 @@ def _at(rows: Sequence[Sequence[Any]], column: int) -> list[Any]:
 
 def _series(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Long or wide: a time that is never null and ascends, numbers, and of words at most one column, whose values name the curves."""
-    found = [] if kinds.count("time") == 1 else ["a time series has one column of DateTime that is never null"]
-    found += [] if by_kind["number"] else ["a time series has a column of numbers"]
-    found += [f"{columns[at][0]} is {columns[at][1]}: a time series draws numbers and names" for at in (*by_kind["json"], *by_kind["bool"])]
-    found += ["more than one column names the curves"] if len(by_kind["text"]) > 1 else []
+    sentences = [] if kinds.count("time") == 1 else ["a time series has one column of DateTime that is never null"]
+    sentences += [] if by_kind["number"] else ["a time series has a column of numbers"]
+    sentences += [
+        f"{columns[at][0]} is {columns[at][1]}: a time series draws numbers and names" for at in (*by_kind["json"], *by_kind["bool"])
+    ]
+    sentences += ["more than one column names the curves"] if len(by_kind["text"]) > 1 else []
     if by_kind["time"]:
         times = _at(rows, by_kind["time"][0])
-        found += [] if times == sorted(times) else ["the times do not ascend"]
+        sentences += [] if times == sorted(times) else ["the times do not ascend"]
         keys = [(row[by_kind["time"][0]], *(row[at] for at in by_kind["text"])) for row in rows]
-        found += [] if len(keys) == len(set(keys)) else ["a curve has two values at one time"]
-    return found
+        sentences += [] if len(keys) == len(set(keys)) else ["a curve has two values at one time"]
+    return sentences
 
 
 def _trend(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -266,9 +270,9 @@ def _trend(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[st
     if x not in names or kinds[names.index(x)] != "number":
         return [f"{x} is no column of numbers that are never null"]
     values = [float(value) for value in _at(rows, names.index(x))]
-    found = [] if values == sorted(set(values)) else [f"{x} does not ascend"]
-    found += [] if len(by_kind["number"]) > 1 else ["nothing to draw over it"]
-    return found + [
+    sentences = [] if values == sorted(set(values)) else [f"{x} does not ascend"]
+    sentences += [] if len(by_kind["number"]) > 1 else ["nothing to draw over it"]
+    return sentences + [
         f"{name} is {type_}: a trend draws numbers"
         for (name, type_), kind in zip(columns, kinds, strict=True)
         if kind.rstrip("?") != "number"
@@ -276,28 +280,28 @@ def _trend(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[st
 
 
 def _stat(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
-    found = [] if len(rows) == 1 else [f"one number is drawn, and there are {len(rows)} rows"]
-    return found + ([] if [kind.rstrip("?") for kind in kinds] == ["number"] else ["one column of a number is drawn"])
+    sentences = [] if len(rows) == 1 else [f"one number is drawn, and there are {len(rows)} rows"]
+    return sentences + ([] if [kind.rstrip("?") for kind in kinds] == ["number"] else ["one column of a number is drawn"])
 
 
 def _bars(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
     x = panel.model["options"]["xField"]
     named = [columns[at][0] for at in by_kind["text"]]
-    found = [] if named == [x] else [f"{x} is not the one column of words"]
-    return found + ([] if by_kind["number"] else ["there is no column of numbers"])
+    sentences = [] if named == [x] else [f"{x} is not the one column of words"]
+    return sentences + ([] if by_kind["number"] else ["there is no column of numbers"])
 
 
 def _table(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Flat values; what a link speaks of is a column."""
-    found = [f"{columns[at][0]} is {columns[at][1]}: a table shows flat values" for at in by_kind["json"]]
+    sentences = [f"{columns[at][0]} is {columns[at][1]}: a table shows flat values" for at in by_kind["json"]]
     text = str(panel.model["fieldConfig"]["overrides"])
     rollout_texts = set(re.findall(r"__data\.fields\.(\w+)", text))
-    return found + [f"a link speaks of {name}, which is no column" for name in sorted(rollout_texts - {name for name, _ in columns})]
+    return sentences + [f"a link speaks of {name}, which is no column" for name in sorted(rollout_texts - {name for name, _ in columns})]
 
 
 def _trace(panel: Panel, columns: Columns, kinds: list[str], by_kind: Mapping[str, list[int]], rows: Sequence[Sequence[Any]]) -> list[str]:
     have = {name: kind for (name, _), kind in zip(columns, kinds, strict=True)}
-    found = [f"{name} is not {kind}" for name, kind in TRACE.items() if have.get(name) != kind]
+    sentences = [f"{name} is not {kind}" for name, kind in TRACE.items() if have.get(name) != kind]
     if "traceID" in have and len({row[[name for name, _ in columns].index("traceID")] for row in rows}) > 1:
-        found.append("there is more than one trace")
-    return found
+        sentences.append("there is more than one trace")
+    return sentences

@@ -96,13 +96,13 @@ class Rollouts:
         """Bodies of any size and form, of whole rollouts; the spans of one may come in several, in any order."""
         while not enough():
             size = self._random.choice(_SIZES)
-            made = [self.rollout() for _ in range(max(1, size // SPANS_A_ROLLOUT))]
-            spans = [one for rollout in made for one in rollout[0]]
+            rollouts = [self.rollout() for _ in range(max(1, size // SPANS_A_ROLLOUT))]
+            spans = [span for rollout in rollouts for span in rollout[0]]
             self._random.shuffle(spans)
             pieces = [spans[at : at + size] for at in range(0, len(spans), size)]
             for piece in pieces:
                 yield self.traces(piece)
-            yield self.logs([one for rollout in made for one in rollout[1]])
+            yield self.logs([record for rollout in rollouts for record in rollout[1]])
 
     def rollout(self) -> tuple[list[tuple[str, Span]], list[LogRecord]]:
         """One rollout: its spans, each with its scope, and two log records, one of which judges it."""
@@ -124,13 +124,13 @@ class Rollouts:
                 ),
                 *(key_value(key, value) for key, value in more.items()),
             ]
-            made_one = Span(trace_id=trace, span_id=own, parent_span_id=parent, name=title, attributes=attributes)
-            made_one.start_time_unix_nano = start + at * 10**6
-            made_one.end_time_unix_nano = made_one.start_time_unix_nano + 500
-            made.append((scope, made_one))
-            return made_one
+            added = Span(trace_id=trace, span_id=own, parent_span_id=parent, name=title, attributes=attributes)
+            added.start_time_unix_nano = start + at * 10**6
+            added.end_time_unix_nano = added.start_time_unix_nano + 500
+            spans.append((scope, added))
+            return added
 
-        made: list[tuple[str, Span]] = []
+        spans: list[tuple[str, Span]] = []
         facts = {semconv.TASK_ID: "t", semconv.GROUP_ID: name, semconv.GROUP_SIZE: 1, semconv.ROLLOUT_CALLS: _TURNS}
         root = span(_RUNNER, semconv.ROOT_SPAN_NAME, b"", **facts, **{semconv.ROLLOUT_FINAL: True, semconv.ROLLOUT_FAILURE: ""})
         score = [key_value(semconv.EVALUATION_NAME, semconv.REWARD_NAME), key_value(semconv.EVALUATION_SCORE, 1.0)]
@@ -154,7 +154,7 @@ class Rollouts:
             )
             for event, more in ((semconv.EVALUATION_EVENT, judged), ("note", []))
         ]
-        return made, records
+        return spans, records
 
     def traces(self, spans: Sequence[tuple[str, Span]]) -> Body:
         """A request with these spans."""
@@ -177,7 +177,9 @@ class Rollouts:
         scope = ScopeLogs(scope=InstrumentationScope(name="judge"), log_records=records)
         request = ExportLogsServiceRequest(resource_logs=[ResourceLogs(scope_logs=[scope])])
         held = Held(
-            records=frozenset(next(one.value.string_value for one in record.attributes if one.key == OWN_ID) for record in records),
+            records=frozenset(
+                next(attribute.value.string_value for attribute in record.attributes if attribute.key == OWN_ID) for record in records
+            ),
             evaluations=frozenset(f"log {record.span_id.hex()}" for record in records if record.event_name == semconv.EVALUATION_EVENT),
         )
         return self._body("logs", request, held)
@@ -195,7 +197,7 @@ class Rollouts:
 
 def expected_calls(span: Span) -> dict[str, Call]:
     """What a gateway's span leaves, by call id."""
-    lengths = next((one.value.array_value.values for one in span.attributes if one.key == semconv.OUTPUT_LENGTHS), ())
+    lengths = next((attribute.value.array_value.values for attribute in span.attributes if attribute.key == semconv.OUTPUT_LENGTHS), ())
     trace, own = span.trace_id.hex(), span.span_id.hex()
     return {call_id(trace, own, choice): _call(span.span_id, choice) for choice in range(max(1, len(lengths)))}
 
@@ -229,7 +231,7 @@ def _said(two: bool) -> dict[str, Any]:
 
 
 def _rollout_of(span: Span) -> str:
-    return next(one.value.string_value for one in span.attributes if one.key == semconv.ROLLOUT_ID)
+    return next(attribute.value.string_value for attribute in span.attributes if attribute.key == semconv.ROLLOUT_ID)
 
 
 def otlp_json(request: Message) -> bytes:
@@ -243,4 +245,4 @@ def _hex_ids(node: Any) -> Any:
             key: base64.b64decode(value).hex() if key in {"traceId", "spanId", "parentSpanId"} else _hex_ids(value)
             for key, value in node.items()
         }
-    return [_hex_ids(one) for one in node] if isinstance(node, list) else node
+    return [_hex_ids(child) for child in node] if isinstance(node, list) else node

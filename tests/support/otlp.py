@@ -65,30 +65,30 @@ class _Random(Random):
 
 def traces(seed: int, spans: int, odd: float) -> ExportTraceServiceRequest:
     """A request with that many spans; of their resources, scopes and themselves the share `odd` holds more than flat values."""
-    random, request, made = _Random(seed, odd), ExportTraceServiceRequest(), 0
-    while made < spans:
+    random, request, added = _Random(seed, odd), ExportTraceServiceRequest(), 0
+    while added < spans:
         resource = ResourceSpans(schema_url=_text(random), resource=_resource(random))
         for _ in range(random.randint(0, 2)):
-            count = min(random.randint(0, 8), spans - made)
+            count = min(random.randint(0, 8), spans - added)
             scope = ScopeSpans(schema_url=_text(random), scope=_scope(random) if random.random() < 0.8 else None)
-            scope.spans.extend(_span(random, made + i) for i in range(count))
+            scope.spans.extend(_span(random, added + i) for i in range(count))
             resource.scope_spans.append(scope)
-            made += count
+            added += count
         request.resource_spans.append(resource)
     return request
 
 
 def logs(seed: int, records: int, odd: float) -> ExportLogsServiceRequest:
     """A request with that many log records; `odd` as for `traces`."""
-    random, request, made = _Random(seed, odd), ExportLogsServiceRequest(), 0
-    while made < records:
+    random, request, added = _Random(seed, odd), ExportLogsServiceRequest(), 0
+    while added < records:
         resource = ResourceLogs(schema_url=_text(random), resource=_resource(random))
         for _ in range(random.randint(0, 2)):
-            count = min(random.randint(0, 8), records - made)
+            count = min(random.randint(0, 8), records - added)
             scope = ScopeLogs(schema_url=_text(random), scope=_scope(random) if random.random() < 0.8 else None)
-            scope.log_records.extend(_record(random, made + i) for i in range(count))
+            scope.log_records.extend(_record(random, added + i) for i in range(count))
             resource.scope_logs.append(scope)
-            made += count
+            added += count
         request.resource_logs.append(resource)
     return request
 
@@ -359,12 +359,12 @@ class OtlpSink(HttpServer):
 
 
 def _plain(attributes: Iterable[Any]) -> dict[str, object]:
-    return {one.key: _plain_value(one.value) for one in attributes}
+    return {attribute.key: _plain_value(attribute.value) for attribute in attributes}
 
 
 def _plain_value(value: Any) -> object:
     kind = value.WhichOneof("value")
-    return [_plain_value(one) for one in value.array_value.values] if kind == "array_value" else getattr(value, kind) if kind else None
+    return [_plain_value(child) for child in value.array_value.values] if kind == "array_value" else getattr(value, kind) if kind else None
 
 
 def _sunk(span: Any, service: str, scope: str) -> SunkSpan:

@@ -257,8 +257,8 @@ def difference(left: Path, right: Path) -> float:
 
     Other fonts move strokes within a cell or into the next; a broken layout changes what most cells hold.
     """
-    one, other = (_cells(path) for path in (left, right))
-    return float(np.abs(one - other).mean())
+    left_cells, right_cells = (_cells(path) for path in (left, right))
+    return float(np.abs(left_cells - right_cells).mean())
 
 
 def _cells(path: Path) -> NDArray[np.float64]:

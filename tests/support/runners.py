@@ -100,17 +100,17 @@ def new_rollouts(count: int, prefix: str = "r", group_size: int = 1, **facts: ob
 
 def with_mood(mood: str, rollouts: Iterable[NewRollout]) -> list[NewRollout]:
     """Rollouts whose input is a word that the agents of `workers` know."""
-    return [msgspec.structs.replace(one, input=msgspec.Raw(json.dumps(mood).encode())) for one in rollouts]
+    return [msgspec.structs.replace(rollout, input=msgspec.Raw(json.dumps(mood).encode())) for rollout in rollouts]
 
 
 async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
     """The rollouts that have ended, once there are so many."""
-    found: list[QueuedRollout] = []
+    ended: list[QueuedRollout] = []
     cursor = 0
-    while len(found) < count:
+    while len(ended) < count:
         page = await client.ended("run", after=cursor, limit=1000, wait_seconds=20)
-        cursor, found = page.cursor, found + page.rollouts
-    return found
+        cursor, ended = page.cursor, ended + page.rollouts
+    return ended
 
 
 async def refuses(url: str) -> bool:
@@ -143,8 +143,8 @@ async def state(client: QueueClient, name: str) -> RolloutState:
     return (await client.rollout(name)).state
 
 
-async def is_state(client: QueueClient, name: str, wanted: RolloutState) -> bool:
-    return await state(client, name) == wanted
+async def is_state(client: QueueClient, name: str, expected: RolloutState) -> bool:
+    return await state(client, name) == expected
 
 
 async def is_true(value: object) -> bool:
@@ -217,17 +217,19 @@ class AttemptGateway(HttpServer):
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
                 return 200, {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice], "usage": usage}
             if path == "/attempts":
-                self.announced |= {(one["rollout_id"], one["attempt"]): one for one in body["attempts"]}
+                self.announced |= {(reported["rollout_id"], reported["attempt"]): reported for reported in body["attempts"]}
                 return 200, {}
             if path == "/attempts/stages":
-                for one in body["attempts"]:
-                    self.stages.setdefault((one["rollout_id"], one["attempt"]), []).append((one["stage"], one["seconds"]))
+                for reported in body["attempts"]:
+                    self.stages.setdefault((reported["rollout_id"], reported["attempt"]), []).append(
+                        (reported["stage"], reported["seconds"])
+                    )
                 return 200, {}
             if path == "/attempts/close":
-                self.closed |= {(one["rollout_id"], one["attempt"]): one["reason"] for one in body["attempts"]}
+                self.closed |= {(reported["rollout_id"], reported["attempt"]): reported["reason"] for reported in body["attempts"]}
                 return 200, {}
             if path == "/attempts/calls":
-                return 200, {"attempts": [self._counted(one["rollout_id"], one["attempt"]) for one in body["attempts"]]}
+                return 200, {"attempts": [self._counted(reported["rollout_id"], reported["attempt"]) for reported in body["attempts"]]}
         return 404, {"error": path}
 
     def _counted(self, rollout: str, number: int) -> dict[str, Any]:
@@ -289,11 +291,11 @@ class RunnerServices:
 
     def roots(self) -> dict[tuple[str, int], Mapping[str, object]]:
         """Attributes of each root span, by rollout and attempt; of two that are the same span, the first."""
-        found: dict[tuple[str, int], Mapping[str, object]] = {}
+        attributes: dict[tuple[str, int], Mapping[str, object]] = {}
         for root in self.sink.named("rollout"):
             key = (str(root.attributes[semconv.ROLLOUT_ID]), int(str(root.attributes[semconv.ROLLOUT_ATTEMPT])))
-            found.setdefault(key, root.attributes)
-        return found
+            attributes.setdefault(key, root.attributes)
+        return attributes
 
     def processes(self) -> list[str]:
         """Command lines of the agent's programs that are there."""
@@ -326,11 +328,11 @@ def runner_services(directory: Path, **changes: object) -> Generator[RunnerServi
             runner=chosen.runner,
             queue=chosen.queue,
         )
-        here = RunnerServices(directory, sink, gateway, settings)
+        services = RunnerServices(directory, sink, gateway, settings)
         try:
-            yield here
+            yield services
         finally:
-            for child in here.children:
+            for child in services.children:
                 child.stop(0.1)
 
 

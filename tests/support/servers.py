@@ -319,8 +319,8 @@ def running_postgres() -> Generator[Postgres]:
         if os.geteuid() == 0:
             shutil.chown(directory, _USER)
         data = str(directory / "data")
-        made = [_program("initdb"), "--pgdata", data, "--username", "spangrad", "--auth", "trust", "--no-sync", "--encoding", "UTF8"]
-        done = subprocess.run(_as_nobody(made), cwd=directory, capture_output=True, text=True, check=False)
+        command = [_program("initdb"), "--pgdata", data, "--username", "spangrad", "--auth", "trust", "--no-sync", "--encoding", "UTF8"]
+        done = subprocess.run(_as_nobody(command), cwd=directory, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         server = Postgres(directory)
         try:
@@ -340,10 +340,10 @@ def _as_nobody(command: list[str]) -> list[str]:
 def _program(name: str) -> str:
     """Debian keeps the server's programs out of PATH."""
     places = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))])
-    found = shutil.which(name, path=places)
-    if not found:
+    program = shutil.which(name, path=places)
+    if not program:
         pytest.skip(f"{name} is not here: install PostgreSQL's server (Debian's package postgresql), or put its programs into PATH")
-    return found
+    return program
 
 
 def _answers(url: str) -> bool:
@@ -361,10 +361,10 @@ def binary(variable: str, name: str) -> str:
     """Where a program is: as the environment says, or in PATH."""
     named = os.environ.get(variable)
     if not named:
-        found = shutil.which(name)
-        if not found:
+        program = shutil.which(name)
+        if not program:
             pytest.skip(f"{name} is not here: set {variable} to its path, or put it into PATH")
-        return found
+        return program
     if not (Path(named).is_file() and os.access(named, os.X_OK)):
         pytest.fail(f"{variable} = {named!r} is no program that can be run: set it right, or unset it")
     return named

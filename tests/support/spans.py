@@ -50,17 +50,17 @@ class SpanFactory:
         span = self.span(
             "rollout", "", rollout=rollout, attempt=attempt, process="runner", trace=trace, status="Error" if failure else "Ok"
         )
-        made = self.spans[-1]
+        row = self.spans[-1]
         self.roots.append(
-            {name: made[name] for name in ("RunId", "Mode", "Attempt", "TraceId", "SpanId")}
+            {name: row[name] for name in ("RunId", "Mode", "Attempt", "TraceId", "SpanId")}
             | {"RolloutId": rollout, "GroupId": "g", "GroupSize": 2, "TaskId": "t", "Calls": calls, "Final": final, "Failure": failure}
             | {"IngestedAt": self.time(0), "Verdict": "complete", "Detail": ""}
             | facts
         )
         known = self.roots[-1]
-        said = {"group.id": known["GroupId"], "group.size": known["GroupSize"], "task.id": known["TaskId"], "rollout.calls": calls}
-        said |= {"rollout.final": str(final).lower(), "rollout.failure": failure}
-        made["Attributes"] = {f"spangrad.{name}": str(value) for name, value in said.items() if value not in (None, "")}
+        attributes = {"group.id": known["GroupId"], "group.size": known["GroupSize"], "task.id": known["TaskId"], "rollout.calls": calls}
+        attributes |= {"rollout.final": str(final).lower(), "rollout.failure": failure}
+        row["Attributes"] = {f"spangrad.{name}": str(value) for name, value in attributes.items() if value not in (None, "")}
         return span
 
     def span(
@@ -103,9 +103,9 @@ class SpanFactory:
         owner = next(row for row in self.spans if row["SpanId"] == span and row["RowKind"] == "span")
         index = 1 + sum(row["SpanId"] == span and row["RowKind"] != "span" for row in self.spans)
         of_role = {"spangrad.reward.role": role} if role else {}
-        said = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value), **of_role}
+        attributes = {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": str(value), **of_role}
         self.spans.append(
-            owner | {"RowKind": kind, "EventIndex": index, "SpanName": "gen_ai.evaluation.result", "Attributes": said} | facts
+            owner | {"RowKind": kind, "EventIndex": index, "SpanName": "gen_ai.evaluation.result", "Attributes": attributes} | facts
         )
 
     def call(self, parent: str, *, choices: int = 1, process: str = "gateway", **facts: object) -> str:
@@ -114,7 +114,7 @@ class SpanFactory:
 
         where = {name: facts.pop(name) for name in ("rollout", "attempt", "trace") if name in facts}
         span = self.span("chat", parent, process=process, scope="spangrad.gateway", status="Unset", **where)  # type: ignore[arg-type]
-        made = self.spans[-1]
+        row = self.spans[-1]
         same = (
             "RunId",
             "Mode",
@@ -130,8 +130,8 @@ class SpanFactory:
         )
         for choice in range(choices):
             self.calls.append(
-                {name: made[name] for name in same}
-                | {"ChoiceIndex": choice, "CallId": call_id(str(made["TraceId"]), span, choice)}
+                {name: row[name] for name in same}
+                | {"ChoiceIndex": choice, "CallId": call_id(str(row["TraceId"]), span, choice)}
                 | {
                     "Policy": "policy",
                     "Versions.Start": [0],
@@ -195,13 +195,13 @@ class SpanFactory:
     def load_otlp(self, request: dict[str, Any], rollout: str = "r") -> None:
         """Add the spans of an OTLP/JSON request, as if all of them named the rollout; what they lack of the contract is made up."""
         for resource in request["resourceSpans"]:
-            about = {one["key"]: next(iter(one["value"].values())) for one in resource["resource"]["attributes"]}
+            about = {attribute["key"]: next(iter(attribute["value"].values())) for attribute in resource["resource"]["attributes"]}
             for scope in resource["scopeSpans"]:
                 for span in scope["spans"]:
                     self._load_span(span, scope["scope"]["name"], about, rollout)
 
     def _load_span(self, span: dict[str, Any], scope: str, about: dict[str, Any], rollout: str) -> None:
-        attributes = {one["key"]: next(iter(one["value"].values())) for one in span.get("attributes", [])}
+        attributes = {attribute["key"]: next(iter(attribute["value"].values())) for attribute in span.get("attributes", [])}
         counted = "spangrad.seq" in attributes
         own = {
             "SpanId": span["spanId"],
@@ -216,7 +216,7 @@ class SpanFactory:
         if scope == "spangrad.gateway":
             ids = {name: attributes.get(f"spangrad.{key}", "") for name, key in _GATEWAY_BYTES.items()}
             arrays = {
-                name: [one[0] for one in struct.iter_unpack("<f" if name == "Logprobs" else "<I", base64.b64decode(text))]
+                name: [unpacked[0] for unpacked in struct.iter_unpack("<f" if name == "Logprobs" else "<I", base64.b64decode(text))]
                 for name, text in ids.items()
             }
             self.call(span.get("parentSpanId", ""), rollout=rollout)
@@ -235,12 +235,12 @@ class SpanFactory:
             self._load_answer(span["spanId"], attributes["output.value"])
 
     def _load_answer(self, span: str, text: str) -> None:
-        said = json.loads(text) if text.startswith("{") else {}
-        for choice in said.get("choices", ()):
+        answer = json.loads(text) if text.startswith("{") else {}
+        for choice in answer.get("choices", ()):
             logprobs = [token["logprob"] for token in (choice.get("logprobs") or {}).get("content", ())]
-            arrays = {"PromptIds": said.get("prompt_token_ids") or [], "ResponseIds": choice.get("token_ids") or [], "Logprobs": logprobs}
+            arrays = {"PromptIds": answer.get("prompt_token_ids") or [], "ResponseIds": choice.get("token_ids") or [], "Logprobs": logprobs}
             self.answer(
-                span, ChoiceIndex=choice.get("index", 0), ResponseId=said["id"], FinishReason=choice.get("finish_reason") or "", **arrays
+                span, ChoiceIndex=choice.get("index", 0), ResponseId=answer["id"], FinishReason=choice.get("finish_reason") or "", **arrays
             )
 
     def otlp(self, *spans: str) -> bytes:
@@ -262,7 +262,7 @@ class SpanFactory:
         if choices:
             attributes |= self._gateway_attributes(choices)
         events: list[dict[str, Any]] = [
-            one for one in self.spans if one["SpanId"] == row["SpanId"] and one["RowKind"] == "evaluation_event"
+            event for event in self.spans if event["SpanId"] == row["SpanId"] and event["RowKind"] == "evaluation_event"
         ]
         start = int(row["Timestamp"].timestamp() * 1000) * 1_000_000
         span = {
@@ -276,11 +276,11 @@ class SpanFactory:
             "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in attributes.items()],
             "events": [
                 {
-                    "name": one["SpanName"],
+                    "name": event["SpanName"],
                     "timeUnixNano": str(start),
-                    "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in one["Attributes"].items()],
+                    "attributes": [{"key": key, "value": _otlp_value(value)} for key, value in event["Attributes"].items()],
                 }
-                for one in events
+                for event in events
             ],
             "status": {"code": {"Unset": 0, "Ok": 1, "Error": 2}[row["StatusCode"]], "message": row["StatusMessage"]},
         }
@@ -348,7 +348,7 @@ def _otlp_value(value: Any) -> dict[str, object]:
     if isinstance(value, float):
         return {"doubleValue": value}
     if isinstance(value, list):
-        return {"arrayValue": {"values": [_otlp_value(one) for one in value]}}
+        return {"arrayValue": {"values": [_otlp_value(child) for child in value]}}
     return {"stringValue": value}
 
 

@@ -75,8 +75,8 @@ class TrainerCommands:
         ledger = Ledger(settings.directory, settings.policy, settings.branch)
         try:
             return [
-                (one.version, one.status, sorted(row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")))
-                for one in ledger.versions()
+                (version.version, version.status, sorted(row.rollout_id for row in ledger.batch(version.policy_version.batch_id or "")))
+                for version in ledger.versions()
             ]
         finally:
             ledger.close()
@@ -86,12 +86,12 @@ class TrainerCommands:
         settings = self.settings(branch).trainer
         ledger = Ledger(settings.directory, settings.policy, settings.branch)
         try:
-            return [one for one in ledger.versions() if one.status is VersionStatus.COMMITTED][1:]
+            return [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED][1:]
         finally:
             ledger.close()
 
     def checksums(self, branch: str) -> list[str]:
-        return [one.policy_version.checksum for one in self.committed(branch)]
+        return [version.policy_version.checksum for version in self.committed(branch)]
 
     def trained(self, branch: str) -> list[list[str]]:
         """The rollouts of each committed batch, in order."""
@@ -103,22 +103,22 @@ class TrainerCommands:
         settings = self.settings(branch).trainer
         return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
 
-    def agree(self, one: str, other: str, share: float = 1e-4) -> bool:
+    def agree(self, branch: str, other: str, share: float = 1e-4) -> bool:
         """Whether what training made of the model on two branches differs by rounding alone.
 
         All weights are judged together: Adam moves one whose gradient is rounding noise as far as any other, and so in any direction.
         """
-        begun, left, right = load_file(self.model / "model.safetensors"), self.weights(one, STEPS), self.weights(other, STEPS)
+        begun, left, right = load_file(self.model / "model.safetensors"), self.weights(branch, STEPS), self.weights(other, STEPS)
         return distance(left, right) < share * distance(left, begun)
 
 
 def with_groups(store: StoreSettings, model: Path, directory: Path) -> TrainerCommands:
     """Put STEPS groups into the store; return trainers of them."""
-    made = TrainerCommands(store, model, directory)
-    world = BuiltRollouts(made.settings("world"), model)
+    trainers = TrainerCommands(store, model, directory)
+    world = BuiltRollouts(trainers.settings("world"), model)
     for i in range(STEPS):
         world.group(f"g{i}", [1.0, 0.0, 0.25], calls=({}, {}))
-    return made
+    return trainers
 
 
 @contextlib.contextmanager
@@ -138,7 +138,7 @@ def loaded(service: TrainerCommands, branch: str) -> Generator[tuple[subprocess.
         trainer.kill()
         trainer.wait()
     # Ray's own agents notice the death of a cluster that could not say goodbye after a minute or two.
-    wait_until(lambda: not any(lives(one) for one in family), LIMIT_SECONDS, "the end of every process of the trainer's")
+    wait_until(lambda: not any(lives(process) for process in family), LIMIT_SECONDS, "the end of every process of the trainer's")
 
 
 def lives(process: psutil.Process) -> bool:
@@ -149,5 +149,5 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    return sum(float(np.square(one[name] - other[name], dtype=np.float64).sum()) for name in one) ** 0.5
+def distance(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    return sum(float(np.square(left[name] - right[name], dtype=np.float64).sum()) for name in left) ** 0.5

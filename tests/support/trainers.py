@@ -82,16 +82,16 @@ class FakeSource:
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         version = self.version if isinstance(self.version, int) else self.version()
-        rollouts = [(one, f"{one.group_id}-{i}", self.rewards[i]) for one in groups for i in range(2)]
+        rollouts = [(group, f"{group.group_id}-{i}", self.rewards[i]) for group in groups for i in range(2)]
         rows = [
             transition_row(
                 rollout,
                 rewards=(reward,),
-                **{"GroupId": one.group_id, "BuildSpec": SPEC, "Version": version, **self.changes.get(one.group_id, {})},  # type: ignore[arg-type]
+                **{"GroupId": group.group_id, "BuildSpec": SPEC, "Version": version, **self.changes.get(group.group_id, {})},  # type: ignore[arg-type]
             )
-            for one, rollout, reward in rollouts
+            for group, rollout, reward in rollouts
         ]
-        return Loaded([BatchRollout(one, rollout, 0, 0) for one, rollout, _ in rollouts], pl.DataFrame(rows))
+        return Loaded([BatchRollout(group, rollout, 0, 0) for group, rollout, _ in rollouts], pl.DataFrame(rows))
 
 
 @dataclass
@@ -259,8 +259,10 @@ def restored(version: LedgerVersion, ledger: Ledger, source: Any, settings: Sett
 
 def committed(trainer: Trainer) -> dict[int, list[str]]:
     """The rollouts of each committed version's batch."""
-    versions = [one for one in trainer.ledger.versions() if one.status is VersionStatus.COMMITTED]
-    return {one.version: [row.rollout_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")] for one in versions}
+    versions = [version for version in trainer.ledger.versions() if version.status is VersionStatus.COMMITTED]
+    return {
+        version.version: [row.rollout_id for row in trainer.ledger.batch(version.policy_version.batch_id or "")] for version in versions
+    }
 
 
 # Settings of losses.

@@ -45,7 +45,7 @@ def word_calls() -> types.ModuleType:
         types.ModuleType("vllm.tool_parsers.abstract_tool_parser"),
     )
     vars(protocol).update(ExtractedToolCallInformation=_Extracted, FunctionCall=_Function, ToolCall=_Call)
-    vars(abstract).update(ToolParser=object, ToolParserManager=SimpleNamespace(register_module=lambda name: lambda made: made))
+    vars(abstract).update(ToolParser=object, ToolParserManager=SimpleNamespace(register_module=lambda name: lambda parser: parser))
     spec = importlib.util.spec_from_file_location("word_calls", PARSER)
     assert spec is not None
     assert spec.loader is not None
@@ -57,7 +57,7 @@ def word_calls() -> types.ModuleType:
 
 def as_said(message: dict[str, Any]) -> str:
     """A message's words, as the examples' chat template writes it."""
-    calls = (one["function"] for one in message.get("tool_calls") or [])
+    calls = (call["function"] for call in message.get("tool_calls") or [])
     words = (f"{call['name']} {' '.join(str(value) for value in json.loads(call['arguments']).values())}" for call in calls)
     return " ".join([message.get("content") or "", *words]).strip()
 
@@ -77,13 +77,13 @@ class WordPolicy(HttpServer):
         self.chats.append(chat)
         self.paths.append(path)
         tools = [SimpleNamespace(function=SimpleNamespace(**tool["function"])) for tool in chat.get("tools", [])]
-        said = self._parser.extract_tool_calls(
-            self.reply([(one["role"], as_said(one)) for one in chat["messages"]]), SimpleNamespace(tools=tools)
+        extracted = self._parser.extract_tool_calls(
+            self.reply([(message["role"], as_said(message)) for message in chat["messages"]]), SimpleNamespace(tools=tools)
         )
-        message: dict[str, Any] = {"role": "assistant", "content": f" {said.content}" if said.content else said.content}
-        if said.tools_called:
-            message["tool_calls"] = [{**asdict(call), "id": f"call-{len(self.chats)}"} for call in said.tool_calls]
-        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if said.tools_called else "stop"}
+        message: dict[str, Any] = {"role": "assistant", "content": f" {extracted.content}" if extracted.content else extracted.content}
+        if extracted.tools_called:
+            message["tool_calls"] = [{**asdict(call), "id": f"call-{len(self.chats)}"} for call in extracted.tool_calls]
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if extracted.tools_called else "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         whole = {"id": "c", "object": "chat.completion", "created": 0, "model": chat["model"], "choices": [choice], "usage": usage}
         return 200, {"content-type": "application/json"}, json.dumps(whole).encode()

@@ -22,29 +22,29 @@ async def until_true(what: str, true: Callable[[], bool]) -> None:
     await asyncio.to_thread(wait_until, true, 180, what)
 
 
-async def require_no_orphan(here: RunnerServices) -> None:
+async def require_no_orphan(services: RunnerServices) -> None:
     """Nothing that a host has started outlives the workers."""
-    for child in here.children:
+    for child in services.children:
         child.stop(60)
-    await asyncio.to_thread(wait_until, lambda: not here.left() and not here.processes(), 60, "the end of what hosts have started")
-    assert here.hosts() == []
+    await asyncio.to_thread(wait_until, lambda: not services.left() and not services.processes(), 60, "the end of what hosts have started")
+    assert services.hosts() == []
 
 
-async def require_once(client: QueueClient, here: RunnerServices, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
+async def require_once(client: QueueClient, services: RunnerServices, names: Iterable[str]) -> dict[tuple[str, int], AttemptFailure | None]:
     """Each rollout has succeeded once; each attempt has its root, and the newest of each rollout the final mark. Attempts by reason."""
-    wanted = Counter(names)
-    ended = await until_ended(client, len(wanted))
+    expected = Counter(names)
+    ended = await until_ended(client, len(expected))
     # Differences alone: pytest would take minutes to tell two large mappings apart.
-    assert Counter(one.rollout_id for one in ended) - wanted == Counter(), "ended twice"
-    assert wanted - Counter(one.rollout_id for one in ended) == Counter(), "lost"
-    assert {one.state for one in ended} == {RolloutState.SUCCEEDED}
-    whole = [await client.rollout(one.rollout_id) for one in ended]
-    attempts = {(rollout.rollout_id, one.attempt): one.reason for rollout in whole for one in rollout.attempts}
-    assert Counter(name for (name, _), reason in attempts.items() if reason is None) - wanted == Counter(), "completed twice"
-    await until_true("the last roots", lambda: here.roots().keys() >= attempts.keys())
-    roots = here.roots()
+    assert Counter(rollout.rollout_id for rollout in ended) - expected == Counter(), "ended twice"
+    assert expected - Counter(rollout.rollout_id for rollout in ended) == Counter(), "lost"
+    assert {rollout.state for rollout in ended} == {RolloutState.SUCCEEDED}
+    whole = [await client.rollout(rollout.rollout_id) for rollout in ended]
+    attempts = {(rollout.rollout_id, attempt.attempt): attempt.reason for rollout in whole for attempt in rollout.attempts}
+    assert Counter(name for (name, _), reason in attempts.items() if reason is None) - expected == Counter(), "completed twice"
+    await until_true("the last roots", lambda: services.roots().keys() >= attempts.keys())
+    roots = services.roots()
     assert [key for key in roots if key not in attempts] == []
-    newest = {name: max(number for other, number in attempts if other == name) for name in wanted}
+    newest = {name: max(number for other, number in attempts if other == name) for name in expected}
     assert [key for key in newest.items() if not roots[key][semconv.ROLLOUT_FINAL]] == []
     return attempts
 
@@ -52,8 +52,8 @@ async def require_once(client: QueueClient, here: RunnerServices, names: Iterabl
 class Victims:
     """Everything that may die: each is replaced, or replaces itself."""
 
-    def __init__(self, here: RunnerServices, settings: Settings, chance: random.Random, start_worker: Callable[[], object]) -> None:
-        self._here, self._settings, self._chance, self._start_worker = here, settings, chance, start_worker
+    def __init__(self, services: RunnerServices, settings: Settings, chance: random.Random, start_worker: Callable[[], object]) -> None:
+        self._services, self._settings, self._chance, self._start_worker = services, settings, chance, start_worker
         self.killed: Counter[str] = Counter()
         self.server = self._serve()
 
@@ -61,21 +61,21 @@ class Victims:
         """Kill one that is there, of a kind drawn first."""
         kinds: dict[str, list[int]] = {
             "server": [self.server.process.pid],
-            "worker": [child.process.pid for child in self._here.children if child.running],
-            "host": self._here.hosts(),
-            "program": self._here.programs(),
+            "worker": [child.process.pid for child in self._services.children if child.running],
+            "host": self._services.hosts(),
+            "program": self._services.programs(),
         }
         kind = self._chance.choice([name for name, pids in kinds.items() if pids])
         victim = self._chance.choice(kinds[kind])
         kill(victim)
         self.killed[kind] += 1
-        for child in (*self._here.children, self.server):
+        for child in (*self._services.children, self.server):
             if child.process.pid == victim:
                 child.process.wait()  # a corpse may count as running, and then nobody takes its place
         if not self.server.running:
             self.server = self._serve()
-        for _ in range(WORKERS - sum(child.running for child in self._here.children)):
+        for _ in range(WORKERS - sum(child.running for child in self._services.children)):
             self._start_worker()
 
     def _serve(self) -> Child:
-        return queue_process(self._settings, self._here.directory / "queue.log")
+        return queue_process(self._settings, self._services.directory / "queue.log")

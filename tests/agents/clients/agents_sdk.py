@@ -29,12 +29,12 @@ async def stream(city: str) -> str:
 
 async def cut(city: str) -> str:
     running = Runner.run_streamed(TALKER, f"say {city}")
-    said = ""
+    text = ""
     async for event in running.stream_events():
         if is_text(event):
-            said += event.data.delta
+            text += event.data.delta
             running.cancel()
-    return said
+    return text
 
 
 def is_text(event: object) -> bool:

@@ -15,11 +15,11 @@ def asks(state: MessagesState) -> MessagesState:
 
 
 def graph():
-    made = StateGraph(MessagesState)
-    made.add_node("asks", asks)
-    made.add_edge(START, "asks")
-    made.add_edge("asks", END)
-    return made.compile(name="guide")
+    builder = StateGraph(MessagesState)
+    builder.add_node("asks", asks)
+    builder.add_edge(START, "asks")
+    builder.add_edge("asks", END)
+    return builder.compile(name="guide")
 
 
 def whole(city: str) -> str:
@@ -33,9 +33,9 @@ def stream(city: str) -> str:
 def cut(city: str) -> str:
     long = MODEL.bind(max_completion_tokens=100, extra_body={"ignore_eos": True})
     chunks = long.stream([("user", f"say {city}")])
-    said = "".join(chunk.text for _, chunk in zip(range(4), chunks, strict=False))
+    text = "".join(chunk.text for _, chunk in zip(range(4), chunks, strict=False))
     chunks.close()
-    return said
+    return text
 
 
 if __name__ == "__main__":
