@@ -102,8 +102,8 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
     return fake
 
 
-def agent(here: RunnerServices, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
-    return ContainerAgent(image, command, directory=here.directory, arguments=("--memory", "1g"))
+def agent(services: RunnerServices, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
+    return ContainerAgent(image, command, directory=services.directory, arguments=("--memory", "1g"))
 
 
 def test_run_command_of_container_gives_engine_arguments() -> None:
@@ -189,13 +189,13 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
     alive = docker.leave("alive", spangrad_worker=ours)
     try:
         images = ContainerSettings(images=["org/*"])
-        with runner_services(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1, container=images) as here:
+        with runner_services(tmp_path, concurrency=4, timeout_seconds=120, max_attempts=1, container=images) as services:
             tasks = [Task(what, what) for what in ("well", "exit", "look")]
-            image = replace(agent(here), evaluator="judge:judge")
-            async with Runner(here.settings, image) as runner:
-                hang = new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1, image="org/hung:2")
+            image = replace(agent(services), evaluator="judge:judge")
+            async with Runner(services.settings, image) as runner:
+                hung = new_rollout("hang", "hang", "g", rollout_id="hung", timeout_seconds=3, max_attempts=1, image="org/hung:2")
                 other = new_rollout("other", "other", "g", rollout_id="other", max_attempts=3, image="evil/agent:1")
-                await runner.queue.enqueue("run", [hang, other])
+                await runner.queue.enqueue("run", [hung, other])
                 outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
                 await until(lambda: is_state(runner.queue, "hung", RolloutState.FAILED), 60)
                 (refused,) = (await runner.queue.rollout("other")).attempts
@@ -208,7 +208,7 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
                 ("exit", {"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 3"),
                 ("look", {"reward": 1.0}, None, ""),
             ]
-            roots = here.roots()
+            roots = services.roots()
             assert {root[semconv.TASK_ID]: root.get(semconv.ROLLOUT_FAILURE) for root in roots.values()} == {
                 "well": None, "exit": "exit_code", "hang": "timeout", "look": None, "other": "no_handler",
             }  # fmt: skip
@@ -216,7 +216,7 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
             assert {f"spangrad.worker={ours}", "spangrad.run.id=run", "spangrad.rollout.attempt=0"} <= set(call)
             assert call[-5:] == ["--memory", "1g", "org/hung:2", "sh", "contained.sh"], "the image that the rollout names"
             name = call[call.index("--name") + 1]
-            assert name in [one for call in docker.calls("rm") for one in call[3:]]
+            assert name in [argument for call in docker.calls("rm") for argument in call[3:]]
         assert docker.containers().keys() == {"alive"}
         assert has_ended(left)
         assert not has_ended(alive, 0.1)
@@ -225,8 +225,8 @@ async def test_container_agent_runs_attempts_and_removes_their_containers(tmp_pa
 
 
 async def test_agent_host_killed_leaves_no_container(tmp_path: Path, docker: FakeDocker) -> None:
-    with runner_services(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as here:
-        async with Runner(here.settings, agent(here)) as runner:
+    with runner_services(tmp_path, concurrency=1, timeout_seconds=60, max_attempts=1) as services:
+        async with Runner(services.settings, agent(services)) as runner:
             running = asyncio.create_task(runner.run([Task("hang", "hang")], mode=Mode.TRAIN, group_size=1))
             await asyncio.to_thread(wait_until, lambda: bool(docker.containers()), 30, "the container")
             (file,) = (docker.directory / "containers").iterdir()
@@ -276,7 +276,7 @@ async def test_exit_code_of_container_engine_is_explained(
 
 
 async def test_container_agent_without_engine_in_path_raises(tmp_path: Path) -> None:
-    with runner_services(tmp_path) as here:
+    with runner_services(tmp_path) as services:
         image = ContainerAgent("agent:1", directory=tmp_path, engine="no-such-engine")
         with pytest.raises(AgentError, match="'no-such-engine' is not in PATH"):
-            await Runner(here.settings, image).__aenter__()
+            await Runner(services.settings, image).__aenter__()

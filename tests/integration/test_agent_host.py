@@ -138,8 +138,8 @@ def answered(
     flushed: bool = True,
     output: object = None,
 ) -> dict[str, object]:
-    told = {"reward": reward, "failure": failure, "detail": detail, "stuck": stuck, "flushed": flushed, "output": output}
-    return {"id": name, **told}
+    facts = {"reward": reward, "failure": failure, "detail": detail, "stuck": stuck, "flushed": flushed, "output": output}
+    return {"id": name, **facts}
 
 
 def test_agent_host_async_attempts_run_concurrently(tmp_path: Path) -> None:
@@ -165,11 +165,11 @@ def test_agent_host_async_attempts_run_concurrently(tmp_path: Path) -> None:
 def test_agent_host_attempts_in_threads_run_evaluator(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:in_thread", "--evaluator", "mine:evaluate") as host:
         assert host.answer() == {"ready": True}
-        found: list[dict[str, object]] = []
+        answers: list[dict[str, object]] = []
         for name, given in [("a", "x"), ("b", "raise"), ("c", "exit"), ("d", "none"), ("e", "broken"), ("f", {"k": float("nan")})]:
             host.send(job(name, given, "http://e"))
-            found.append(host.answer())
-        assert found == [
+            answers.append(host.answer())
+        assert answers == [
             answered("a", 8.0),
             answered("b", failure="exception", detail="KeyError: 'no such thing'"),
             answered("c", failure="exception", detail="SystemExit: 3"),
@@ -282,23 +282,23 @@ def _has_ended(pid: int) -> bool:
         return True
 
 
-@pytest.mark.parametrize("road", ["callable", "decorator", "program"])
-def test_agent_modules_with_names_of_spangrad_are_imported(tmp_path: Path, road: str) -> None:
+@pytest.mark.parametrize("kind", ["callable", "decorator", "program"])
+def test_agent_modules_with_names_of_spangrad_are_imported(tmp_path: Path, kind: str) -> None:
     (tmp_path / "decorated.py").write_text("import spangrad\nfrom mine import where\nspangrad.rollout(where)\n")
     (tmp_path / "program.py").write_text("import json\nfrom mine import where\nprint(json.dumps(where(None)))\n")
-    roads = {
+    arguments = {
         "callable": ["--agent", "mine:where"],
         "decorator": ["--agent", str(tmp_path / "decorated.py")],
         "program": ["--command", json.dumps([sys.executable, "program.py"])],
     }
-    with OtlpSink() as sink, hosted(tmp_path, sink.url, *roads[road]) as host:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, *arguments[kind]) as host:
         assert host.answer() == {"ready": True}
         host.send(job("a", None))
         assert host.answer() == answered("a", dict.fromkeys(("runner", "gateway.inner", "trainer", "collector", "tests"), 1.0))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--agent", "nothing:agent"], "'nothing:agent' cannot be loaded from {path}: ModuleNotFoundError: No module named 'nothing'"),
         (
@@ -314,9 +314,9 @@ def test_agent_modules_with_names_of_spangrad_are_imported(tmp_path: Path, road:
         (["--command", '["no-such-program"]'], "the agent's program 'no-such-program' is neither in PATH nor in {path}."),
     ],
 )
-def test_agent_host_unloadable_agent_answers_error(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_agent_host_unloadable_agent_answers_error(tmp_path: Path, arguments: list[str], message: str) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, *arguments, code=1) as host:
-        assert host.answer() == {"error": said.format(path=tmp_path)}
+        assert host.answer() == {"error": message.format(path=tmp_path)}
 
 
 @pytest.mark.parametrize(

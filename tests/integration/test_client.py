@@ -30,7 +30,7 @@ OURS = ("runner", "gateway", "collector", "trainer", "transition_builder", "comm
 class Place:
     """A queue server, and what else a client needs."""
 
-    here: RunnerServices
+    services: RunnerServices
     settings: Settings
 
     @property
@@ -45,9 +45,9 @@ class Place:
     def start(self, script: Path, *words: str) -> subprocess.Popen[str]:
         """The script, as a user runs it."""
         settings = {
-            "SPANGRAD_STORE__OTLP_ENDPOINT": self.here.settings.store.otlp_endpoint,
-            "SPANGRAD_GATEWAY__URL": self.here.settings.gateway.url,
-            "SPANGRAD_RUNNER__DIRECTORY": str(self.here.directory / "runner"),
+            "SPANGRAD_STORE__OTLP_ENDPOINT": self.services.settings.store.otlp_endpoint,
+            "SPANGRAD_GATEWAY__URL": self.services.settings.gateway.url,
+            "SPANGRAD_RUNNER__DIRECTORY": str(self.services.directory / "runner"),
             "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2",
         }
         command = [sys.executable, script.name, self.url, *words]
@@ -66,15 +66,15 @@ class Place:
 
     def modes(self) -> Counter[str]:
         """Root spans that the store has, by mode."""
-        return Counter(str(root[semconv.ROLLOUT_MODE]) for root in self.here.roots().values())
+        return Counter(str(root[semconv.ROLLOUT_MODE]) for root in self.services.roots().values())
 
 
 @contextmanager
 def place(directory: Path) -> Generator[Place]:
     settings = queue_settings(f"sqlite:///{directory}/queue.db")
-    with runner_services(directory) as here, queue_server(settings, directory / "queue.log"):
-        here.gateway.reply = _reply
-        yield Place(here, settings)
+    with runner_services(directory) as services, queue_server(settings, directory / "queue.log"):
+        services.gateway.reply = _reply
+        yield Place(services, settings)
 
 
 def _reply(messages: list[dict[str, str]]) -> str:
@@ -101,11 +101,11 @@ def test_client_example_trains_with_shadowing_agent_modules(tmp_path: Path) -> N
         assert len(tests) in {1, 2}
         assert re.fullmatch(r"  test data after 8 groups: 4 rollouts \(4 succeeded\), mean reward \+\d\.\d{3}", tests[-1])
         assert on.modes() == {"train": 32, "validate": 4 * len(tests)}
-        asked = [chat["messages"][0]["content"] for chat in on.here.gateway.chats]
+        asked = [chat["messages"][0]["content"] for chat in on.services.gateway.chats]
         right = Counter(int(re.findall(r"\d+", question)[0]) < 50 for question in asked)
-        rewards = [event[1][semconv.EVALUATION_SCORE] for root in on.here.sink.named("rollout") for event in root.events]
+        rewards = [event[1][semconv.EVALUATION_SCORE] for root in on.services.sink.named("rollout") for event in root.events]
         assert Counter(reward == 1.0 for reward in rewards) == right
-        assert on.here.processes() == []
+        assert on.services.processes() == []
 
 
 SLOW = """
@@ -143,7 +143,7 @@ def test_client_script_stopped_resumes_where_it_was(tmp_path: Path, how: signal.
     with place(tmp_path) as on:
         stopped = on.start(script)
         try:
-            on.here.sink.wait_for(lambda: len(on.here.sink.named("rollout")) >= 3, 60)
+            on.services.sink.wait_for(lambda: len(on.services.sink.named("rollout")) >= 3, 60)
             stopped.send_signal(how)
             out, err = stopped.communicate(timeout=60)
         finally:

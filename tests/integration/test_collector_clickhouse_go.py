@@ -128,8 +128,8 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
             # Claims of another day are not kept.
             known = {"IngestedAt": "now64(6)"} if table == "spangrad_internal.claims" else {}
             values = ", ".join(known.get(name) or _finite(name, kind) for name, kind in insertable)
-            made = f"SELECT {values} FROM generateRandom('{structure.replace(chr(39), chr(92) + chr(39))}', 7, 12, 4) LIMIT 3"
-            client.command(f"INSERT INTO {table} ({names}) {made}")
+            query = f"SELECT {values} FROM generateRandom('{structure.replace(chr(39), chr(92) + chr(39))}', 7, 12, 4) LIMIT 3"
+            client.command(f"INSERT INTO {table} ({names}) {query}")
         for table, replaced in MATCHING:
             client.command(f"INSERT INTO {stored(table)} SELECT * REPLACE ({replaced}) FROM {stored(table)} LIMIT 1")
         client.close()
@@ -153,12 +153,12 @@ def _tables(client: Client, which: str) -> list[tuple[str, list[tuple[str, str, 
 def _exact(value: Any, kind: str) -> Any:
     """A value of either client, by its bits: times as nanoseconds (Go writes text, Python was asked for ticks), floats as bytes."""
     if isinstance(value, list | tuple):
-        return [_exact(one, kind) for one in value]
+        return [_exact(element, kind) for element in value]
     if isinstance(value, dict):
-        return {key: _exact(one, kind) for key, one in value.items()}
-    if found := re.search(r"DateTime(?:64\((\d))?", kind):
+        return {key: _exact(element, kind) for key, element in value.items()}
+    if match := re.search(r"DateTime(?:64\((\d))?", kind):
         if isinstance(value, int):
-            return value * 10 ** (9 - int(found[1] or 0))
+            return value * 10 ** (9 - int(match[1] or 0))
         whole, _, fraction = value.removesuffix("Z").partition(".")
         return int(datetime.fromisoformat(f"{whole}+00:00").timestamp()) * 10**9 + int(fraction.ljust(9, "0") or 0)
     if "Float" in kind and isinstance(value, int | float):

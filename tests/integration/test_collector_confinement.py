@@ -41,10 +41,10 @@ print(os.read(reading, 5).decode())
 
 def confined(tmp_path: Path) -> list[str]:
     """What a process sees that confined itself to a directory, beside which a file lies."""
-    mine, other = tmp_path / "mine", tmp_path / "other"
-    mine.mkdir()
+    directory, other = tmp_path / "mine", tmp_path / "other"
+    directory.mkdir()
     other.write_text("somebody else's")
-    command = [sys.executable, "-c", CONFINE, str(mine), str(other)]
+    command = [sys.executable, "-c", CONFINE, str(directory), str(other)]
     done = subprocess.run(command, env={"SPANGRAD_STORE__TOKEN": "secret"}, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 

@@ -1,6 +1,6 @@
-"""The engine's road from OTLP to rows, and Python's: the same rows, whatever is sent.
+"""The engine's decoding of OTLP to rows, and Python's: the same rows, whatever is sent.
 
-Both stage into the same real engine, in this process; only who decodes differs.
+Both stage into the same real engine, in this process; only the decoder differs.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.support.servers import migrated_engine
 
 NEVER = 10**9
 START = 1_760_000_000_000_000_000
-_roads = itertools.count(1)
+_numbers = itertools.count(1)
 
 
-class Roads:
-    """Commits requests by either road, and reads the rows that they left."""
+class Decoders:
+    """Commits requests by either decoder, and reads the rows that they left."""
 
     def __init__(self, engine: EmbeddedDatabase) -> None:
         self._handles = [engine.handle(), *(engine.handle(schema_files=True) for _ in range(3))]
@@ -45,16 +45,16 @@ class Roads:
         for handle in self._handles:
             handle.close()
 
-    def commit(self, who: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[list[str]]]:
+    def commit(self, decoder: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[list[str]]]:
         """What was refused of each request, and all its rows as text."""
         bodies, names = list[TraceBody](), list[str]()
         for request in requests:
-            names.append(f"road {next(_roads)}")
+            names.append(f"road {next(_numbers)}")
             named = ExportTraceServiceRequest.FromString(request.SerializeToString())
             for resource in named.resource_spans:
                 resource.resource.attributes.add(key="road").value.string_value = names[-1]
             bodies.append(trace_body(named, named.SerializeToString()))
-        self.staging[who].commit(bodies)
+        self.staging[decoder].commit(bodies)
         return [body.refused for body in bodies], [self._rows(name) for name in names]
 
     def _rows(self, name: str) -> list[str]:
@@ -64,21 +64,21 @@ class Roads:
         return [bytes.fromhex(line).decode() for line in self.asking.query(sql).body.decode().splitlines()]
 
     def require_same(self, *requests: ExportTraceServiceRequest) -> list[Refused]:
-        """Commit requests, together, by both roads; compare."""
+        """Commit requests, together, by both decoders; compare."""
         by_engine, by_python = self.commit("engine", requests), self.commit("python", requests)
         assert by_engine == by_python
         assert [len(rows) for rows in by_engine[1]] == [
-            spans(one) - refused.count for one, refused in zip(requests, by_engine[0], strict=True)
+            spans(sent) - refused.count for sent, refused in zip(requests, by_engine[0], strict=True)
         ]
         return by_engine[0]
 
 
 @pytest.fixture(scope="module")
-def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
+def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoders]:
     with migrated_engine(tmp_path_factory.mktemp("decoding") / "data") as engine:
-        roads = Roads(engine)
-        yield roads
-        roads.close()
+        decoders = Decoders(engine)
+        yield decoders
+        decoders.close()
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ ORDINARY = [
 ]
 
 
-def test_span_staging_ordinary_spans_are_decoded_by_database(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_ordinary_spans_are_decoded_by_database(decoders: Decoders, counted: list[int]) -> None:
     scope = InstrumentationScope(name="scope", version="1")
     resource = Resource(
         attributes=[*ORDINARY, attribute("service.name", string_value="agent"), attribute("odd", double_value=float("nan"))]
@@ -150,10 +150,10 @@ def test_span_staging_ordinary_spans_are_decoded_by_database(roads: Roads, count
     ]
     bodies += [request(Span(), Span(trace_id=bytes(16), span_id=bytes(8)), span(kind=99)), ExportTraceServiceRequest()]  # type: ignore[arg-type]
 
-    _, rows = roads.commit("engine", bodies)
+    _, rows = decoders.commit("engine", bodies)
     assert counted == []
 
-    assert rows == roads.commit("python", bodies)[1]
+    assert rows == decoders.commit("python", bodies)[1]
     assert counted == [2, 3, 0]
 
 
@@ -173,44 +173,44 @@ ODD = {
 
 
 @pytest.mark.parametrize("attributes", ODD.values(), ids=ODD)
-def test_span_staging_odd_values_are_decoded_by_python(roads: Roads, counted: list[int], attributes: list[KeyValue]) -> None:
+def test_span_staging_odd_values_are_decoded_by_python(decoders: Decoders, counted: list[int], attributes: list[KeyValue]) -> None:
     others = request(span("before"), span("after", attributes=ORDINARY))
-    roads.require_same(others, request(span("ordinary"), span("odd", attributes=attributes)), others)
+    decoders.require_same(others, request(span("ordinary"), span("odd", attributes=attributes)), others)
 
     empty_list = attributes == ODD["empty list"]
     assert counted[0] == (2 if empty_list else 1)
     assert len(counted) == 1 + 3
 
 
-def test_span_staging_events_links_and_losses_are_decoded_by_python(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_events_links_and_losses_are_decoded_by_python(decoders: Decoders, counted: list[int]) -> None:
     event = Span.Event(name="e", time_unix_nano=START, attributes=ORDINARY)
     link = Span.Link(trace_id=bytes(range(16)), span_id=bytes(range(8)), trace_state="a=b", attributes=ORDINARY)
-    roads.require_same(
+    decoders.require_same(
         request(span("events", events=[event]), span("links", links=[link]), span("lost", dropped_attributes_count=2), span("plain"))
     )
 
     assert counted[0] == 3
 
 
-def test_span_staging_unstorable_span_is_refused_by_both_decoders(roads: Roads) -> None:
+def test_span_staging_unstorable_span_is_refused_by_both_decoders(decoders: Decoders) -> None:
     late = Span(name="late", start_time_unix_nano=2**63)
     short = Span(name="short", trace_id=b"\1")
 
-    refused = roads.require_same(request(span()), request(late, span("kept"), short), request(span()))
+    refused = decoders.require_same(request(span()), request(late, span("kept"), short), request(span()))
 
     reason = "span 'late': time 9223372036854775808 ns after 1970 is later than the year 2262"
     assert refused == [Refused(), Refused(2, reason), Refused()]
 
 
-def test_span_staging_unknown_field_is_decoded_by_python(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_unknown_field_is_decoded_by_python(decoders: Decoders, counted: list[int]) -> None:
     body = trace_body(request(span()), request(span()).SerializeToString() + b"\x7a\x01x")
 
     assert body.wire is None
-    roads.staging["engine"].commit([body, trace_body(request(span()), request(span()).SerializeToString())])
+    decoders.staging["engine"].commit([body, trace_body(request(span()), request(span()).SerializeToString())])
     assert counted == [1]
 
 
-def test_span_staging_sender_value_in_span_number_field_is_overridden(roads: Roads) -> None:
+def test_span_staging_sender_value_in_span_number_field_is_overridden(decoders: Decoders) -> None:
     # Field 1000 is ours: what a sender puts there comes before it, and loses.
     bodies: list[TraceBody] = []
     for name in ("first", "second"):
@@ -219,20 +219,20 @@ def test_span_staging_sender_value_in_span_number_field_is_overridden(roads: Roa
         wire = b"\x0a" + bytes([len(part)]) + part
         bodies.append(trace_body(ExportTraceServiceRequest.FromString(wire), wire))
 
-    roads.staging["engine"].commit(bodies)
+    decoders.staging["engine"].commit(bodies)
 
     asked = "SELECT SpanName, ResourceAttributes['numbered'] FROM otel.otel_traces WHERE ResourceAttributes['numbered'] != '' ORDER BY 1"
-    assert roads.asking.query(asked).body == b"first\tfirst\nsecond\tsecond\n"
+    assert decoders.asking.query(asked).body == b"first\tfirst\nsecond\tsecond\n"
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_span_staging_random_requests_give_same_rows_by_both_decoders(roads: Roads, seed: int) -> None:
-    roads.require_same(*(traces(100 * seed + place, spans=40, odd=0.4) for place in range(5)))
+def test_span_staging_random_requests_give_same_rows_by_both_decoders(decoders: Decoders, seed: int) -> None:
+    decoders.require_same(*(traces(100 * seed + place, spans=40, odd=0.4) for place in range(5)))
 
 
-def test_span_staging_values_of_5_megabytes_give_same_rows_by_both_decoders(roads: Roads, counted: list[int]) -> None:
+def test_span_staging_values_of_5_megabytes_give_same_rows_by_both_decoders(decoders: Decoders, counted: list[int]) -> None:
     large = [attribute("text", string_value="é" * 2_500_000), attribute("bytes", bytes_value=bytes(range(256)) * 20_000)]
-    roads.require_same(
+    decoders.require_same(
         request(span("ordinary", attributes=large)),
         request(span("listed", attributes=[attribute("k", array_value=strings("x" * 5_000_000))])),
     )
@@ -281,36 +281,36 @@ random_spans = st.builds(
 )
 @given(st.lists(st.tuples(st.lists(random_spans, max_size=6), attributes), min_size=1, max_size=3))
 def test_span_staging_arbitrary_spans_give_same_rows_by_both_decoders(
-    roads: Roads, given_requests: list[tuple[list[Span], list[KeyValue]]]
+    decoders: Decoders, given_requests: list[tuple[list[Span], list[KeyValue]]]
 ) -> None:
-    roads.require_same(*(request(*some, resource=Resource(attributes=resource)) for some, resource in given_requests))
+    decoders.require_same(*(request(*given_spans, resource=Resource(attributes=resource)) for given_spans, resource in given_requests))
 
 
-def test_span_staging_failed_commit_leaves_no_rows(roads: Roads) -> None:
-    staging = roads.staging["apart"]
+def test_span_staging_failed_commit_leaves_no_rows(decoders: Decoders) -> None:
+    staging = decoders.staging["apart"]
     good = request(span("good", attributes=[attribute("left", string_value="behind")]))
-    roads.asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    decoders.asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     throws = "SELECT throwIf(SpanAttributes['left'] = 'behind') AS n FROM otel.otel_traces"
-    roads.asking.query(f"CREATE MATERIALIZED VIEW default.throws TO default.seen AS {throws}")
+    decoders.asking.query(f"CREATE MATERIALIZED VIEW default.throws TO default.seen AS {throws}")
     with pytest.raises(span_staging.EngineRefusedError):
         staging.commit([trace_body(good, good.SerializeToString())])
-    roads.asking.query("DROP VIEW default.throws")
+    decoders.asking.query("DROP VIEW default.throws")
 
     other = request(span("other", attributes=[attribute("left", string_value="alone")]))
     staging.commit([trace_body(other, other.SerializeToString())])
 
     asked = "SELECT groupArray(SpanName) FROM otel.otel_traces WHERE SpanAttributes['left'] = 'alone'"
-    assert roads.asking.query(asked).body == b"['other']\n"
+    assert decoders.asking.query(asked).body == b"['other']\n"
 
 
-def test_dropped_attributes_are_counted_once(roads: Roads) -> None:
+def test_dropped_attributes_are_counted_once(decoders: Decoders) -> None:
     lossy = span("lossy", dropped_attributes_count=3, dropped_events_count=1, events=[Span.Event(name="e", dropped_attributes_count=2)])
     body = request(lossy, span("whole"), resource=Resource(attributes=[attribute("service.name", string_value="forgetful")]))
-    for who in ("engine", "python", "engine"):
-        roads.commit(who, [body])
+    for decoder in ("engine", "python", "engine"):
+        decoders.commit(decoder, [body])
 
     asked = (
         "SELECT Signal, ServiceName, Name, Spans, Attributes, Events, Links FROM spangrad.dropped_attributes"
         " WHERE ServiceName = 'forgetful'"
     )
-    assert roads.asking.query(asked).body == b"span\tforgetful\tlossy\t1\t5\t1\t0\n"
+    assert decoders.asking.query(asked).body == b"span\tforgetful\tlossy\t1\t5\t1\t0\n"

@@ -79,13 +79,13 @@ def _store(engine: EmbeddedDatabase, tmp_path: Path) -> Iterator[Store]:
 
 def body(name: str, spans: int = 2) -> TraceBody:
     """Spans of a service of this name, each with an id of its own."""
-    made = [
+    built = [
         Span(trace_id=bytes(15) + b"\1", span_id=next(_numbers).to_bytes(8, "big"), name=name, start_time_unix_nano=START)
         for _ in range(spans)
     ]
     resource = Resource()
     resource.attributes.add(key="service.name").value.string_value = name
-    request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=made)])])
+    request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=built)])])
     return trace_body(request, request.SerializeToString())
 
 
@@ -267,10 +267,10 @@ def test_rollout_spans_view_with_3000_evaluations_needs_memory_once_each(store: 
     store.spans.commit([trace_body(request, request.SerializeToString())])
 
     assert store.spans.settle()
-    said = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(EventIndex, RowKind = 'evaluation_event'),
+    query = f"""SELECT countIf(RowKind = 'span' AND Attributes = map()), uniqExactIf(EventIndex, RowKind = 'evaluation_event'),
         countIf(Attributes['gen_ai.evaluation.name'] = concat('judge ', toString(intDiv(EventIndex - 1, 2))))
         FROM spangrad.rollout_spans WHERE ServiceName = '{name}'"""
-    assert asking.query(said).body == b"1\t3000\t3000\n"
+    assert asking.query(query).body == b"1\t3000\t3000\n"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_BODY", 100), ("MAX_SPANS", 1)])
@@ -299,7 +299,7 @@ def test_write_buffer_unstorable_span_is_refused_and_not_journaled(store: Store,
     bad = ExportTraceServiceRequest.FromString(half.SerializeToString())
     del bad.resource_spans[0].scope_spans[0].spans[:2]
 
-    refused = store.spans.commit([trace_body(one, one.SerializeToString()) for one in (bad, half)])
+    refused = store.spans.commit([trace_body(request, request.SerializeToString()) for request in (bad, half)])
 
     assert refused == [Refused(1, "span 'short': id 01 has 1 bytes, 16 are right")] * 2
     assert (tmp_path / "journals" / "first").read_bytes().count(b"short") == 1
@@ -391,15 +391,15 @@ def test_write_buffer_commit_during_insert_does_not_wait(
     store.spans.commit([body(second)])
     # It is enough: who comes now waits, as whoever asks does.
     others = [threading.Thread(target=store.spans.commit, args=([body(third)],)), threading.Thread(target=store.spans.settle)]
-    for one in others:
-        one.start()
-        one.join(0.2)
-        assert one.is_alive()
+    for thread in others:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
     assert stored(asking, first, second, third) == [0, 0, 0]
 
     go_on.set()
-    for one in others:
-        one.join(60)
+    for thread in others:
+        thread.join(60)
     assert store.spans.settle()
     assert stored(asking, first, second, third) == [2, 2, 2]
     store.close()

@@ -28,7 +28,7 @@ print(faults())
 """
 
 
-def told(program: str, **environment: str) -> str:
+def output_of(program: str, **environment: str) -> str:
     """What a fresh process says."""
     variables = {name: value for name, value in os.environ.items() if name != "JE_MALLOC_CONF"} | environment
     return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=variables).stdout
@@ -40,10 +40,10 @@ def told(program: str, **environment: str) -> str:
     ids=["ours", "the environment's"],
 )
 def test_store_process_keeps_database_memory(environment: dict[str, str], decay: str) -> None:
-    assert decay in told(_ENGINE, **environment)
+    assert decay in output_of(_ENGINE, **environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not os.confstr("CS_GNU_LIBC_VERSION"), reason="other C libraries keep what they like")
 def test_store_process_keeps_python_memory() -> None:
     # 20 times 96 MiB are 490,000 pages; what is kept is paid for once.
-    assert int(told(_PYTHON)) < 10_000
+    assert int(output_of(_PYTHON)) < 10_000

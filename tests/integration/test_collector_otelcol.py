@@ -51,13 +51,13 @@ def spans(count: int, name: str = "work", scope: str = "", **attributes: str | b
         )
         for key, value in attributes.items()
     ]
-    made = [
+    built = [
         Span(trace_id=uuid.uuid4().bytes, span_id=os.urandom(8), name=name, start_time_unix_nano=1_700_000_000 * 10**9, attributes=values)
         for _ in range(count)
     ]
-    scopes = ScopeSpans(scope=InstrumentationScope(name=scope), spans=made)
+    scopes = ScopeSpans(scope=InstrumentationScope(name=scope), spans=built)
     request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(scope_spans=[scopes])])
-    return request.SerializeToString(), {span.span_id.hex() for span in made}
+    return request.SerializeToString(), {span.span_id.hex() for span in built}
 
 
 def rows_of(store: StoreSettings, query: str, **parameters: object) -> list[tuple[object, ...]]:
@@ -70,11 +70,11 @@ def rows_of(store: StoreSettings, query: str, **parameters: object) -> list[tupl
 
 def stored(store: StoreSettings, ids: set[str]) -> set[str]:
     """Which of the spans the store has; each is counted once."""
-    found = rows_of(
+    rows = rows_of(
         store, "SELECT SpanId FROM spangrad.rollout_spans WHERE RowKind = 'span' AND SpanId IN {ids:Array(String)}", ids=sorted(ids)
     )
-    assert len(found) == len(set(found))
-    return {str(row[0]) for row in found}
+    assert len(rows) == len(set(rows))
+    return {str(row[0]) for row in rows}
 
 
 def wait_stored(store: StoreSettings, ids: set[str]) -> None:
@@ -275,9 +275,9 @@ def test_collector_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Pa
         ours = "SpanAttributes['spangrad.run.id'] = {run:String}"
         asked = f"SELECT SpanName, {kept} FROM otel.otel_traces WHERE {ours} ORDER BY SpanName"
         wait_until(lambda: len(rows_of(store, asked, run=run)) == 3, 30, "the spans")
-    gone = "write to [email] now"
+    redacted = "write to [email] now"
     assert rows_of(store, asked, run=run) == [
-        ("answer", {"input.value": gone}),
+        ("answer", {"input.value": redacted}),
         (
             "plain",
             {
@@ -288,7 +288,7 @@ def test_collector_redacted_call_keeps_no_ids(store: StoreSettings, tmp_path: Pa
                 "spangrad.output.token_ids": "AgAAAA==",
             },
         ),
-        ("secret", {"spangrad.redacted": "true", "spangrad.request.json": gone, "spangrad.response.json": "ok"}),
+        ("secret", {"spangrad.redacted": "true", "spangrad.request.json": redacted, "spangrad.response.json": "ok"}),
     ]
     calls = "SELECT Redacted, PromptIds, ResponseIds, Logprobs FROM spangrad.calls WHERE RunId = {run:String} ORDER BY Redacted"
     assert rows_of(store, calls, run=run) == [(False, [1], [2], [0.0]), (True, [], [], [])]
@@ -354,9 +354,9 @@ def test_collector_with_other_store_schema_refuses_to_start(tmp_path: Path, chan
         client = connect(store)
         client.command(change)
         client.close()
-        said = _refused(store, tmp_path)
-    assert sentence in said
-    assert said.count("\n") == 1
+        message = _refused(store, tmp_path)
+    assert sentence in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -371,9 +371,9 @@ def test_collector_with_other_store_schema_refuses_to_start(tmp_path: Path, chan
 )
 def test_collector_user_errors_are_one_sentence(store: StoreSettings, tmp_path: Path, changes: dict[str, object], sentence: str) -> None:
     taken = {key: store.clickhouse_port if value == "TAKEN" else value for key, value in changes.items()}
-    said = _refused(store, tmp_path, **taken)
-    assert sentence in said
-    assert (said.startswith("spangrad: "), said.count("\n")) == (True, 1)
+    message = _refused(store, tmp_path, **taken)
+    assert sentence in message
+    assert (message.startswith("spangrad: "), message.count("\n")) == (True, 1)
 
 
 def test_collector_with_non_executable_otelcol_names_it(store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,13 +390,13 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
 
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     now = datetime.now(UTC)
-    made = (
+    signed = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - timedelta(days=1), now + timedelta(days=1))
         .add_extension(names, critical=False)
         .sign(key, hashes.SHA256())
     )
     certificate, secret = directory / "certificate.pem", directory / "key.pem"
-    certificate.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     secret.write_bytes(key.private_bytes(*form))
     return certificate, secret

@@ -1,4 +1,4 @@
-"""The two roads into the store leave the same rows, column by column.
+"""The two routes into the store leave the same rows, column by column.
 
 One leads through the real OpenTelemetry Collector and its ClickHouse exporter, the other through the store's own receivers.
 """
@@ -22,13 +22,13 @@ from tests.support.servers import collector_values, otelcol, post, running_colle
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = sorted(ROOT.glob("tests/fixtures/spans/*.jsonl"))
-ROADS = ("collector", "direct")
+ROUTES = ("collector", "direct")
 JSON = "application/json"
 Rows = list[dict[str, str]]
 
 
-class Roads:
-    """Where each road begins, and the store in which both end."""
+class Routes:
+    """Where each route begins, and the store in which both end."""
 
     def __init__(self, store: StoreSettings, collector: str) -> None:
         self._client = connect(store)
@@ -41,7 +41,7 @@ class Roads:
     def rows(
         self, signal: str, body: Callable[[str], bytes], count: int, content_type: str = "application/x-protobuf"
     ) -> tuple[Rows, Rows]:
-        """The rows that a request leaves by either road, all columns as text.
+        """The rows that a request leaves by either route, all columns as text.
 
         Args:
             signal: traces or logs.
@@ -50,26 +50,26 @@ class Roads:
             content_type: of the body.
         """
         self._requests += 1
-        for road, url in self._urls.items():
-            assert post(f"{url}/v1/{signal}", body(f"{road} {self._requests}"), content_type) == 200
+        for route, url in self._urls.items():
+            assert post(f"{url}/v1/{signal}", body(f"{route} {self._requests}"), content_type) == 200
         asked = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}}"
         parameters = {"road": f"collector {self._requests}"}
         wait_until(lambda: self._client.query(asked, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
-        by_collector, direct = (self._read(signal, f"{road} {self._requests}") for road in ROADS)
+        by_collector, direct = (self._read(signal, f"{route} {self._requests}") for route in ROUTES)
         return by_collector, direct
 
-    def _read(self, signal: str, road: str) -> Rows:
+    def _read(self, signal: str, route: str) -> Rows:
         columns = [row[0] for row in self._client.query(f"DESCRIBE otel.otel_{signal}").result_rows]
         # As text, so that the order of a map's keys counts too.
         without_road = {"ResourceAttributes": "mapFilter((k, v) -> k != 'road', ResourceAttributes)"}
         texts = ", ".join(f"toString({without_road.get(column, f'`{column}`')})" for column in columns)
         asked = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}} ORDER BY tuple({texts})"
-        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"road": road}).result_rows
+        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"road": route}).result_rows
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 @pytest.fixture(scope="module")
-def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
+def routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routes]:
     """A store of its own: the fixtures' spans would be met in the shared one."""
     otelcol()  # or skip at once
     directory = tmp_path_factory.mktemp("roads")
@@ -78,64 +78,64 @@ def roads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roads]:
         running_store(store, directory / "store.log"),
         running_collector(store, collector_values(directory), directory / "collector.log") as collector,
     ):
-        roads = Roads(store, collector.url)
-        yield roads
-        roads.close()
+        routes = Routes(store, collector.url)
+        yield routes
+        routes.close()
 
 
 def require_equal(by_collector: Rows, direct: Rows, count: int) -> None:
     """Whole values; where rows differ, only the columns that do are shown."""
     assert (len(direct), len(by_collector)) == (count, count)
     differences = [
-        {column: (theirs[column], ours[column]) for column in ours if theirs[column] != ours[column]}
-        for theirs, ours in zip(by_collector, direct, strict=True)
-        if theirs != ours
+        {column: (collected[column], received[column]) for column in received if collected[column] != received[column]}
+        for collected, received in zip(by_collector, direct, strict=True)
+        if collected != received
     ]
     assert differences == []
 
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
-def test_framework_spans_give_same_rows_by_collector_and_receivers(roads: Roads, fixture: Path) -> None:
+def test_framework_spans_give_same_rows_by_collector_and_receivers(routes: Routes, fixture: Path) -> None:
     requests = [json.loads(line) for line in fixture.read_text().splitlines()]
-    whole = {"resourceSpans": [one for request in requests for one in request["resourceSpans"]]}
-    count = sum(len(scope["spans"]) for one in whole["resourceSpans"] for scope in one["scopeSpans"])
+    whole = {"resourceSpans": [resource_spans for request in requests for resource_spans in request["resourceSpans"]]}
+    count = sum(len(scope["spans"]) for resource_spans in whole["resourceSpans"] for scope in resource_spans["scopeSpans"])
 
-    def body(road: str) -> bytes:
-        for one in whole["resourceSpans"]:
-            kept = [item for item in one["resource"].get("attributes", []) if item["key"] != "road"]
-            one["resource"]["attributes"] = [*kept, *attributes({"road": text(road)})]
+    def body(route: str) -> bytes:
+        for resource_spans in whole["resourceSpans"]:
+            kept = [item for item in resource_spans["resource"].get("attributes", []) if item["key"] != "road"]
+            resource_spans["resource"]["attributes"] = [*kept, *attributes({"road": text(route)})]
         return json.dumps(whole).encode()
 
     assert count > 0
-    require_equal(*roads.rows("traces", body, count, JSON), count)
+    require_equal(*routes.rows("traces", body, count, JSON), count)
 
 
 @pytest.mark.parametrize("odd", [0, 0.1, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_spans_give_same_rows_by_collector_and_receivers(roads: Roads, seed: int, odd: float) -> None:
+def test_random_spans_give_same_rows_by_collector_and_receivers(routes: Routes, seed: int, odd: float) -> None:
     request = traces(seed, 200, odd)
 
-    def body(road: str) -> bytes:
+    def body(route: str) -> bytes:
         named = ExportTraceServiceRequest.FromString(request.SerializeToString())
-        for one in named.resource_spans:
-            one.resource.attributes.add(key="road").value.string_value = road
+        for resource_spans in named.resource_spans:
+            resource_spans.resource.attributes.add(key="road").value.string_value = route
         return named.SerializeToString()
 
-    require_equal(*roads.rows("traces", body, 200), 200)
+    require_equal(*routes.rows("traces", body, 200), 200)
 
 
 @pytest.mark.parametrize("odd", [0, 0.1, 1])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_log_records_give_same_rows_by_collector_and_receivers(roads: Roads, seed: int, odd: float) -> None:
+def test_random_log_records_give_same_rows_by_collector_and_receivers(routes: Routes, seed: int, odd: float) -> None:
     request = logs(seed, 200, odd)
 
-    def body(road: str) -> bytes:
+    def body(route: str) -> bytes:
         named = ExportLogsServiceRequest.FromString(request.SerializeToString())
-        for one in named.resource_logs:
-            one.resource.attributes.add(key="road").value.string_value = road
+        for resource_logs in named.resource_logs:
+            resource_logs.resource.attributes.add(key="road").value.string_value = route
         return named.SerializeToString()
 
-    require_equal(*roads.rows("logs", body, 200), 200)
+    require_equal(*routes.rows("logs", body, 200), 200)
 
 
 # --- chosen oddities, as OTLP/JSON ---
@@ -178,11 +178,11 @@ VALUES = attributes(
 TRACE_ID = "0102030405060708090a0b0c0d0e0f10"
 
 
-def resource(road: str) -> dict[str, Any]:
-    return {"attributes": [*attributes({"road": text(road), "service.name": text("agent")}), *VALUES]}
+def resource(route: str) -> dict[str, Any]:
+    return {"attributes": [*attributes({"road": text(route), "service.name": text("agent")}), *VALUES]}
 
 
-def odd_spans(road: str) -> dict[str, Any]:
+def odd_spans(route: str) -> dict[str, Any]:
     ids = {"traceId": TRACE_ID, "spanId": "0102030405060708"}
     full = {
         **ids,
@@ -199,18 +199,18 @@ def odd_spans(road: str) -> dict[str, Any]:
     }
     empty = {"traceId": "0" * 32, "spanId": "0" * 16, "name": "empty"}
     backwards = {**ids, "name": "backwards", "startTimeUnixNano": "100", "endTimeUnixNano": "50", "kind": 9, "status": {"code": 7}}
-    twice = {**ids, "name": "twice", "attributes": [*attributes({"k": text("2")}), *attributes({"k": text("1"), "a": text("1")})]}
+    double = {**ids, "name": "twice", "attributes": [*attributes({"k": text("2")}), *attributes({"k": text("1"), "a": text("1")})]}
     scope = {"name": "scope", "version": "1", "attributes": VALUES}
-    numbered = {"attributes": attributes({"road": text(road), "service.name": {"intValue": "5"}})}
+    numbered = {"attributes": attributes({"road": text(route), "service.name": {"intValue": "5"}})}
     return {
         "resourceSpans": [
-            {"resource": resource(road), "schemaUrl": "url", "scopeSpans": [{"scope": scope, "spans": [full, empty, backwards, twice]}]},
+            {"resource": resource(route), "schemaUrl": "url", "scopeSpans": [{"scope": scope, "spans": [full, empty, backwards, double]}]},
             {"resource": numbered, "scopeSpans": [{"spans": [{**empty, "name": "numbered service"}]}]},
         ]
     }
 
 
-def odd_logs(road: str) -> dict[str, Any]:
+def odd_logs(route: str) -> dict[str, Any]:
     full = {
         "timeUnixNano": "1700000000000000001",
         "observedTimeUnixNano": "1700000000000000002",
@@ -226,11 +226,11 @@ def odd_logs(road: str) -> dict[str, Any]:
     observed = {"observedTimeUnixNano": "1700000000000000003", "body": {"kvlistValue": {"values": VALUES[:3]}}}
     scope = {"name": "scope", "version": "1", "attributes": VALUES}
     scope_logs = [{"scope": scope, "schemaUrl": "scope url", "logRecords": [full, observed]}]
-    return {"resourceLogs": [{"resource": resource(road), "schemaUrl": "url", "scopeLogs": scope_logs}]}
+    return {"resourceLogs": [{"resource": resource(route), "schemaUrl": "url", "scopeLogs": scope_logs}]}
 
 
 @pytest.mark.parametrize(("signal", "request_of", "count"), [("traces", odd_spans, 5), ("logs", odd_logs, 2)], ids=["traces", "logs"])
 def test_odd_values_give_same_rows_by_collector_and_receivers(
-    roads: Roads, signal: str, request_of: Callable[[str], dict[str, Any]], count: int
+    routes: Routes, signal: str, request_of: Callable[[str], dict[str, Any]], count: int
 ) -> None:
-    require_equal(*roads.rows(signal, lambda road: json.dumps(request_of(road)).encode(), count, JSON), count)
+    require_equal(*routes.rows(signal, lambda route: json.dumps(request_of(route)).encode(), count, JSON), count)

@@ -99,14 +99,14 @@ def understood(client: Client, statement: str) -> bool:
 @pytest.mark.parametrize("layout", [Layout(), Layout("prod"), SHARDED], ids=str)
 def test_schema_statements_of_every_layout_parse(client: Client, layout: Layout) -> None:
     statements = [*preamble(layout), *(one for migration in read_migrations(SCHEMA) for one in migration.script(layout))]
-    made = [one for one in statements if not one.startswith("INSERT")]
-    assert len(made) > 25
-    assert [one for one in made if not understood(client, one)] == []
+    definitions = [one for one in statements if not one.startswith("INSERT")]
+    assert len(definitions) > 25
+    assert [one for one in definitions if not understood(client, one)] == []
 
 
 def test_schema_broken_statement_does_not_parse(client: Client) -> None:
-    [made] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
-    assert not understood(client, made)
+    [statement] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
+    assert not understood(client, statement)
 
 
 # --- over all shards ---
@@ -315,8 +315,8 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
 
 
 def test_expire_covers_every_table_that_grows_with_spans() -> None:
-    made = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
-    tables = {one.split("(")[0].split(".")[1].strip() for one in made if one.startswith("CREATE TABLE")}
+    statements = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
+    tables = {one.split("(")[0].split(".")[1].strip() for one in statements if one.startswith("CREATE TABLE")}
     kept = {"batches", "batch_files", "trained_calls", "trained_tokens", "datasets", "policy_versions"}
     assert tables - set(OLD) == kept
 

@@ -239,13 +239,13 @@ def test_sql_statement_is_cancelled_when_client_disconnects(store: StoreSettings
 
 def test_sql_disconnected_clients_free_their_workers(store: StoreSettings, client: Client) -> None:
     # An id of its own for each: one that is still ending refuses the next of its name.
-    crowds = [[f"crowd-{turn}-{place}" for place in range(8)] for turn in range(3)]
-    for crowd in crowds:
-        connections = [begin(store, ENDLESS, query_id=query_id) for query_id in crowd]
-        until(lambda last=crowd[-1]: bool(running(client, last)))
+    turns = [[f"crowd-{turn}-{place}" for place in range(8)] for turn in range(3)]
+    for query_ids in turns:
+        connections = [begin(store, ENDLESS, query_id=query_id) for query_id in query_ids]
+        until(lambda last=query_ids[-1]: bool(running(client, last)))
         for connection in connections:
             connection.close()
-    until(lambda: not any(running(client, query_id) for crowd in crowds for query_id in crowd))
+    until(lambda: not any(running(client, query_id) for query_ids in turns for query_id in query_ids))
 
     assert ask(store, "SELECT 1").body == b"1\n"
 

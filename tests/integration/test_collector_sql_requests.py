@@ -77,12 +77,12 @@ def test_sql_python_only_format_in_statement_is_refused(store: StoreSettings) ->
 
 
 @pytest.mark.parametrize(
-    ("query_id", "told"), [("my-id", "my-id"), ("an id's text", "an id's text"), ("a\r\nX: y", None), ("a\nb", None), ("\0", None)]
+    ("query_id", "returned"), [("my-id", "my-id"), ("an id's text", "an id's text"), ("a\r\nX: y", None), ("a\nb", None), ("\0", None)]
 )
-def test_sql_query_id_is_returned_if_valid_in_header(store: StoreSettings, query_id: str, told: str | None) -> None:
+def test_sql_query_id_is_returned_if_valid_in_header(store: StoreSettings, query_id: str, returned: str | None) -> None:
     reply = ask(store, "SELECT 1", query_id=query_id)
 
-    assert (reply.status, reply.body, reply.headers["X-ClickHouse-Query-Id"], reply.headers["X"]) == (200, b"1\n", told, None)
+    assert (reply.status, reply.body, reply.headers["X-ClickHouse-Query-Id"], reply.headers["X"]) == (200, b"1\n", returned, None)
     assert ask(store, "SELECT 1 x x", query_id=query_id).code == 62
 
 

@@ -208,14 +208,14 @@ def test_read_token_allows_external_data(guarded: StoreSettings) -> None:
 
 def test_read_token_queries_do_not_delay_writers(guarded: StoreSettings) -> None:
     endless = "SELECT count() FROM numbers(1000000000000) WHERE sipHash64(number) = 1"
-    crowd = [begin(guarded, endless, password=TOKENS["reader"]) for _ in range(20)]
+    connections = [begin(guarded, endless, password=TOKENS["reader"]) for _ in range(20)]
     try:
         started = time.monotonic()
         assert as_(guarded, "writer", "SELECT 1").body == b"1\n"
         assert time.monotonic() - started < 1.5
-        assert [int(connection.recv(4096).split(b"Exception-Code: ")[1][:3]) for connection in crowd[:8]] == [159] * 8
+        assert [int(connection.recv(4096).split(b"Exception-Code: ")[1][:3]) for connection in connections[:8]] == [159] * 8
     finally:
-        for connection in crowd:
+        for connection in connections:
             connection.close()
 
 

@@ -285,8 +285,8 @@ def test_spans_view_one_span_with_rollout_id_names_whole_trace(store: StoreSetti
     asked = (
         "SELECT RolloutId, RunId, Attempt, count() FROM spangrad.rollout_spans WHERE TraceId IN {t:Array(String)} GROUP BY ALL ORDER BY 4"
     )
-    found = client.query(asked, parameters={"t": [trace.hex() for trace in (by_root, by_session, alone)]}).result_rows
-    assert found == [
+    rows = client.query(asked, parameters={"t": [trace.hex() for trace in (by_root, by_session, alone)]}).result_rows
+    assert rows == [
         (alone.hex(), "", 0, 1),
         (f"session of {by_session.hex()}", "", 0, 3),
         (f"rollout of {by_root.hex()}", "r", 2, 4),

@@ -42,7 +42,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str, **options: Any) -> tuple[int, list[str]]:
+def outcome(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str, **options: Any) -> tuple[int, list[str]]:
     """The exit code, and what stands below the table; ROLLOUT is a rollout's id."""
     lines = [json.dumps({"task_id": f"task {place}", "input": given}) for place, given in enumerate(inputs)]
     Path("tasks.jsonl").write_text("\n".join(lines))
@@ -58,7 +58,7 @@ def told(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str
 
 
 def test_run_prints_each_failure_reason_with_count_and_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, ["call", "raise", "good", "raise"], agent="mine.py:odd") == (
+    assert outcome(capsys, ["call", "raise", "good", "raise"], agent="mine.py:odd") == (
         0,
         [
             f"4 failed, exception: RuntimeError: bad day: and worse; {MORE}",
@@ -68,25 +68,25 @@ def test_run_prints_each_failure_reason_with_count_and_example(capsys: pytest.Ca
 
 
 def test_run_program_that_cannot_start_prints_its_error_and_exits_1(capsys: pytest.CaptureFixture[str], directory: Path) -> None:
-    code, (line,) = told(capsys, [1], sys.executable, "nowhere.py")
+    code, (line,) = outcome(capsys, [1], sys.executable, "nowhere.py")
     assert code == 1
     assert line.startswith("2 failed, exit_code: exit code 2: ")
     assert line.endswith(f"can't open file '{directory / 'nowhere.py'}': [Errno 2] No such file or directory; {MORE}")
 
 
 def test_run_evaluator_without_number_prints_failure_and_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, ["call"], agent="mine.py:odd", evaluator="mine.py:score") == (
+    assert outcome(capsys, ["call"], agent="mine.py:odd", evaluator="mine.py:score") == (
         1,
         [f"2 failed, evaluation: the reward is 'good', not a finite number; {MORE}"],
     )
 
 
 def test_run_agents_without_policy_call_print_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, [1.0], agent="mine.py:odd") == (
+    assert outcome(capsys, [1.0], agent="mine.py:odd") == (
         0,
         ["no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`"],
     )
-    assert told(capsys, ["call", 1.0], agent="mine.py:odd") == (0, [])
+    assert outcome(capsys, ["call", 1.0], agent="mine.py:odd") == (0, [])
 
 
 def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,9 @@ def ask(request: pytest.FixtureRequest, world: StoreSettings) -> Iterator[Ask]:
         client = connect(world.model_copy(update={"token": SecretStr(READ_TOKEN)}))
 
         def by_python(sql: str) -> Answer:
-            found = client.query(sql)
-            types = [type_.name for type_ in found.column_types]
-            return Answer(list(zip(found.column_names, types, strict=True)), [list(row) for row in found.result_rows])
+            result = client.query(sql)
+            types = [type_.name for type_ in result.column_types]
+            return Answer(list(zip(result.column_names, types, strict=True)), [list(row) for row in result.result_rows])
 
         yield by_python
         client.close()
@@ -192,7 +192,7 @@ def opened(name: str, ask: Ask) -> Mapping[str, Choice]:
 
 def narrowed(choices: Choices) -> dict[str, Choice]:
     """One value, where all were chosen."""
-    return {name: replace(one, value=[one.options[0]]) if one.value == [ALL] else one for name, one in choices.items()}
+    return {name: replace(choice, value=[choice.options[0]]) if choice.value == [ALL] else choice for name, choice in choices.items()}
 
 
 def judged(panel: Panel, ask: Ask, choices: Choices) -> list[str]:
@@ -204,7 +204,7 @@ def judged(panel: Panel, ask: Ask, choices: Choices) -> list[str]:
 def test_dashboards_every_panel_has_drawable_rows(name: str, ask: Ask) -> None:
     choices = opened(name, ask)
     for chosen in (choices, narrowed(choices)):
-        assert {panel.title: found for panel in panels(MODELS[name]) if (found := judged(panel, ask, chosen))} == {}
+        assert {panel.title: faults for panel in panels(MODELS[name]) if (faults := judged(panel, ask, chosen))} == {}
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_dashboards_every_panel_has_drawable_rows(name: str, ask: Ask) -> None:
 )
 def test_dashboards_panel_with_wrong_column_type_is_reported(title: str, right: str, wrong: str, complaint: str, ask: Ask) -> None:
     choices = opened("training", ask)
-    (panel,) = (one for one in panels(MODELS["training"]) if one.title == title)
+    (panel,) = (panel for panel in panels(MODELS["training"]) if panel.title == title)
     assert right in panel.sql
     assert judged(panel, ask, choices) == []
-    found = judged(replace(panel, sql=panel.sql.replace(right, wrong)), ask, choices)
-    assert any(complaint in one for one in found), found
+    faults = judged(replace(panel, sql=panel.sql.replace(right, wrong)), ask, choices)
+    assert any(complaint in fault for fault in faults), faults
 
 
 # --- the figures are right ---
@@ -236,10 +236,10 @@ def answers(name: str, ask: Ask, **chosen: str | Sequence[str]) -> Callable[[str
     choices = dict(opened(name, ask))
     for variable, value in chosen.items():
         choices[variable] = replace(choices[variable], value=value if isinstance(value, str) else list(value))
-    found = {panel.title: panel for panel in panels(MODELS[name])}
+    by_title = {panel.title: panel for panel in panels(MODELS[name])}
 
     def rows(title: str) -> list[dict[str, Any]]:
-        named = ask(expand(found[title].sql, choices, WINDOW)).named
+        named = ask(expand(by_title[title].sql, choices, WINDOW)).named
         return [{key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in named]
 
     return rows

@@ -176,7 +176,7 @@ class Asking:
         """The figures beyond the bound, of all, which are printed; the bound is higher on a machine that computes more slowly now."""
         self("calibration", CALIBRATION)
         slower = max(1.0, self.took.pop("calibration") / CALIBRATION_SECONDS)
-        for title, seconds in sorted(self.took.items(), key=lambda one: -one[1]):
+        for title, seconds in sorted(self.took.items(), key=lambda figure: -figure[1]):
             print(f"{1000 * seconds / slower:6.0f} ms  {title}")
         print(f"the machine computes {slower:.2f} times as long as an idle one")
         return {title: seconds for title, seconds in self.took.items() if seconds > SECONDS * slower}

@@ -53,11 +53,11 @@ def test_datasets_register_other_spec_adds_revision_and_same_spec_returns_it(sto
 
 
 def test_datasets_register_concurrent_specs_get_a_revision_each(store: StoreSettings) -> None:
-    made = list[datasets.Dataset]()
+    registered = list[datasets.Dataset]()
 
     def register(spec: str) -> None:
         client = connect(store)
-        made.append(datasets.register(client, store.url, "race", spec, {}, "at once"))
+        registered.append(datasets.register(client, store.url, "race", spec, {}, "at once"))
         client.close()
 
     threads = [threading.Thread(target=register, args=(f"spec-{number}",)) for number in range(4)]
@@ -66,11 +66,11 @@ def test_datasets_register_concurrent_specs_get_a_revision_each(store: StoreSett
     for thread in threads:
         thread.join()
     client = connect(store)
-    there = [one for one in datasets.known(client, store.url) if one.name == "race"]
+    there = [dataset for dataset in datasets.known(client, store.url) if dataset.name == "race"]
     client.close()
-    assert sorted(made, key=lambda one: one.revision) == there
-    assert sorted(one.build_spec for one in there) == [f"spec-{number}" for number in range(4)]
-    assert [one.revision for one in there] == [1, 2, 3, 4]
+    assert sorted(registered, key=lambda dataset: dataset.revision) == there
+    assert sorted(dataset.build_spec for dataset in there) == [f"spec-{number}" for number in range(4)]
+    assert [dataset.revision for dataset in there] == [1, 2, 3, 4]
 
 
 def test_datasets_describe_difference_from_previous_revision(store: StoreSettings) -> None:
@@ -84,9 +84,9 @@ def test_datasets_describe_difference_from_previous_revision(store: StoreSetting
         BuilderSettings(as_of=then + timedelta(days=1)),
         BuilderSettings(tokenizer_hash="7" * 200),
     ]
-    made = [datasets.register(client, store.url, "changing", one.spec, one.decides) for one in steps]
+    registered = [datasets.register(client, store.url, "changing", settings.spec, settings.decides) for settings in steps]
     client.close()
-    assert [one.reason for one in made] == [
+    assert [dataset.reason for dataset in registered] == [
         "the first",
         "other than changing@1: max_tokens = 4096 (was none), selection.agents = solver|critic (was none)",
         "other than changing@2: max_tokens = 8192 (was 4096), selection.agents = none (was solver|critic)",

@@ -35,7 +35,7 @@ def vllm_cache_of_demos(tmp_path: Path, vllm_cache: Path) -> None:
 
 def left_behind(directory: Path) -> list[str]:
     """Command lines of processes that know the run's directory."""
-    found: list[str] = []
+    lines: list[str] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -43,8 +43,8 @@ def left_behind(directory: Path) -> list[str]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if str(directory) in line:
-                found.append(line)
-    return found
+                lines.append(line)
+    return lines
 
 
 def require_nothing_left(directory: Path) -> None:
@@ -196,6 +196,6 @@ def test_demo_with_remax_reaches_success_and_trains_no_greedy_rollout(tmp_path: 
     modes = f"SELECT Mode, max(Temperature), {trained} FROM spangrad.transitions GROUP BY Mode"
     asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), modes]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
-    told = {mode: facts for mode, *facts in (line.split() for line in answer.stdout.splitlines()[1:])}
-    assert told["greedy"] == ["0.0", "0"], "greedy, and in no batch"
-    assert told["train"][0] == "1.0"
+    by_mode = {mode: facts for mode, *facts in (line.split() for line in answer.stdout.splitlines()[1:])}
+    assert by_mode["greedy"] == ["0.0", "0"], "greedy, and in no batch"
+    assert by_mode["train"][0] == "1.0"

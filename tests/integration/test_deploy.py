@@ -26,7 +26,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 EXECUTABLE = "/opt/spangrad/bin/spangrad"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
 DOCUMENTS: list[dict[str, Any]] = [
-    one for file in sorted((DEPLOY / "kubernetes").iterdir()) for one in yaml.safe_load_all(file.read_text())
+    document for file in sorted((DEPLOY / "kubernetes").iterdir()) for document in yaml.safe_load_all(file.read_text())
 ]
 SLURM = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 CRON = [line for line in (DEPLOY / "cron/spangrad-train").read_text().splitlines() if line.startswith("*")]
@@ -41,10 +41,10 @@ class Unit(configparser.RawConfigParser):
 
 def pods() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every pod's specification, by what makes it."""
-    for one in DOCUMENTS:
-        spec = one["spec"]["jobTemplate"]["spec"] if one["kind"] == "CronJob" else one.get("spec", {})
+    for document in DOCUMENTS:
+        spec = document["spec"]["jobTemplate"]["spec"] if document["kind"] == "CronJob" else document.get("spec", {})
         if "template" in spec:
-            yield f"{one['kind']}/{one['metadata']['name']}", spec["template"]["spec"]
+            yield f"{document['kind']}/{document['metadata']['name']}", spec["template"]["spec"]
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -53,7 +53,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             yield unit.name, shlex.split(Unit(unit)["Service"]["ExecStart"])
     for name, pod in pods():
         yield from (
-            (f"{name}/{one['name']}", [word.replace("$(POD_IP)", "10.0.0.7") for word in one["command"]]) for one in pod["containers"]
+            (f"{name}/{container['name']}", [word.replace("$(POD_IP)", "10.0.0.7") for word in container["command"]])
+            for container in pod["containers"]
         )
     for line in CRON:
         words = shlex.split(line.split("&&")[1].partition(">>")[0])
@@ -79,13 +80,13 @@ def settings_of(command: list[str]) -> Settings:
 
 
 def test_deploy_every_service_has_unit_and_container() -> None:
-    told = {place.split("/")[0] if "/" not in place else "kubernetes": set[str]() for place, _ in COMMANDS}
+    subcommands = {place.split("/")[0] if "/" not in place else "kubernetes": set[str]() for place, _ in COMMANDS}
     for place, command in COMMANDS:
-        told["kubernetes" if "/" in place else place] |= {re.split(r" --(?!follow|once)", " ".join(command[1:]))[0]}
+        subcommands["kubernetes" if "/" in place else place] |= {re.split(r" --(?!follow|once)", " ".join(command[1:]))[0]}
     everything = {"store", "engine", "gateway", "queue", "build --follow", "train --follow", "train --once"}
-    assert told.pop("kubernetes") == everything | {"worker"}
-    assert told.pop("cron") == {"train --once"}
-    assert {one for commands in told.values() for one in commands} == everything
+    assert subcommands.pop("kubernetes") == everything | {"worker"}
+    assert subcommands.pop("cron") == {"train --once"}
+    assert {subcommand for commands in subcommands.values() for subcommand in commands} == everything
 
 
 @pytest.mark.parametrize("arguments", [["train", "--hourly"], ["trian"], ["build", "--follow", "extra"]])
@@ -95,24 +96,28 @@ def test_deploy_check_rejects_unknown_command(arguments: list[str]) -> None:
 
 
 def test_deploy_settings_load_and_ports_match(tmp_path: Path) -> None:
-    here = load_settings(file=DEPLOY / "spangrad.toml", env={})
-    (config,) = [one for one in DOCUMENTS if one["kind"] == "ConfigMap"]
+    settings = load_settings(file=DEPLOY / "spangrad.toml", env={})
+    (config,) = [document for document in DOCUMENTS if document["kind"] == "ConfigMap"]
     (tmp_path / "spangrad.toml").write_text(config["data"]["spangrad.toml"])
     cluster = load_settings(
         file=tmp_path / "spangrad.toml",
         env={"SPANGRAD_STORE__TOKEN": "s", "SPANGRAD_GATEWAY__TOKEN": "g", "SPANGRAD_QUEUE__TOKEN": "q"},
     )
-    assert here.trainer.modes == cluster.trainer.modes == ("train", "production")
-    assert here.engine.model == here.trainer.model
+    assert settings.trainer.modes == cluster.trainer.modes == ("train", "production")
+    assert settings.engine.model == settings.trainer.model
     assert cluster.engine.model == cluster.trainer.model
-    ports = {one["metadata"]["name"]: {port["port"] for port in one["spec"]["ports"]} for one in DOCUMENTS if one["kind"] == "Service"}
+    ports = {
+        document["metadata"]["name"]: {port["port"] for port in document["spec"]["ports"]}
+        for document in DOCUMENTS
+        if document["kind"] == "Service"
+    }
     store, gateway = cluster.store, cluster.gateway
     assert ports == {
         "spangrad-store": {store.otlp_grpc_port, store.otlp_http_port, store.clickhouse_port},
         "spangrad-gateway": {gateway.port},
         "spangrad-queue": {cluster.queue.port},
     }
-    assert here.queue.url == f"http://{here.queue.host}:{here.queue.port}"
+    assert settings.queue.url == f"http://{settings.queue.host}:{settings.queue.port}"
     assert cluster.queue.url
     for url in (store.url, store.otlp_endpoint, gateway.url, cluster.queue.url):
         host, port = url.removeprefix("http://").split(":")
@@ -120,27 +125,27 @@ def test_deploy_settings_load_and_ports_match(tmp_path: Path) -> None:
 
 
 def test_deploy_kubernetes_objects_are_consistent() -> None:
-    kinds = [(one["kind"], one["metadata"]["name"]) for one in DOCUMENTS]
+    kinds = [(document["kind"], document["metadata"]["name"]) for document in DOCUMENTS]
     assert len(kinds) == len(set(kinds))
     claims = {name for kind, name in kinds if kind == "PersistentVolumeClaim"}
     for name, pod in pods():
-        volumes = {one["name"]: one for one in pod["volumes"]}
-        used = {one["persistentVolumeClaim"]["claimName"] for one in volumes.values() if "persistentVolumeClaim" in one}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        used = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes.values() if "persistentVolumeClaim" in volume}
         assert used <= claims, name
         for container in pod["containers"]:
-            mounts = {one["name"]: one["mountPath"] for one in container["volumeMounts"]}
+            mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
             assert mounts.keys() <= volumes.keys(), name
-            (config,) = [one["value"] for one in container["env"] if one["name"] == "SPANGRAD_CONFIG"]
+            (config,) = [variable["value"] for variable in container["env"] if variable["name"] == "SPANGRAD_CONFIG"]
             assert Path(config).parent == Path(mounts["settings"])
             # vLLM gets no tokens but those of its registration; in the gateway's pod it takes orders from its own pod alone.
             assert ("envFrom" in container) is (container["name"] != "engine")
-            variables = {one["name"] for one in container["env"]} - {"SPANGRAD_CONFIG", "POD_IP"}
+            variables = {variable["name"] for variable in container["env"]} - {"SPANGRAD_CONFIG", "POD_IP"}
             assert variables == ({"SPANGRAD_GATEWAY__TOKEN", "SPANGRAD_ENGINE__TOKEN"} if name == "Deployment/spangrad-engine" else set())
             assert variables <= {variable_of(origin.key) for origin in explain_settings(env={})}
-    for one in DOCUMENTS:
-        if one["kind"] == "Deployment":
-            assert one["spec"]["selector"]["matchLabels"] == one["spec"]["template"]["metadata"]["labels"]
-    (cron,) = [one for one in DOCUMENTS if one["kind"] == "CronJob"]
+    for document in DOCUMENTS:
+        if document["kind"] == "Deployment":
+            assert document["spec"]["selector"]["matchLabels"] == document["spec"]["template"]["metadata"]["labels"]
+    (cron,) = [document for document in DOCUMENTS if document["kind"] == "CronJob"]
     assert cron["spec"]["concurrencyPolicy"] == "Forbid"
     assert re.fullmatch(r"(\S+ ){4}\S+", cron["spec"]["schedule"])
 
@@ -168,9 +173,9 @@ def submitted(script: Path, directory: Path, **variables: str) -> tuple[list[str
     assert (done.returncode, done.stderr) == (0, "")
     count = 2 if int(variables.get("SLURM_NNODES", "1")) > 1 else 0
     wait_until(lambda: len(list(calls.glob("srun-*"))) == count, 60, "the job's steps")
-    found = {file.name: file.read_text().split("\0")[:-1] for file in calls.glob("[!.]*")}
-    (last,) = [words for name, words in found.items() if name.startswith("spangrad-")]
-    return [EXECUTABLE, *last[1:]], [" ".join(words) for name, words in found.items() if name.startswith("srun-")]
+    invocations = {file.name: file.read_text().split("\0")[:-1] for file in calls.glob("[!.]*")}
+    (last,) = [words for name, words in invocations.items() if name.startswith("spangrad-")]
+    return [EXECUTABLE, *last[1:]], [" ".join(words) for name, words in invocations.items() if name.startswith("srun-")]
 
 
 def test_deploy_slurm_engines_register_at_ports_of_their_own(tmp_path: Path) -> None:

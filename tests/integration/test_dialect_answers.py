@@ -71,11 +71,11 @@ def sent(store: StoreSettings, trace: str, spans: list[tuple[str, str, dict[str,
     ids = [uuid.uuid4().hex[:16] for _ in spans]
     resource = ResourceSpans(resource=Resource(attributes=[KeyValue(key="service.name", value=AnyValue(string_value="answers"))]))
     for own, (scope, name, attributes) in zip(ids, spans, strict=True):
-        one = Span(
+        span = Span(
             trace_id=bytes.fromhex(trace), span_id=bytes.fromhex(own), name=name, start_time_unix_nano=START, end_time_unix_nano=START + 9
         )
-        one.attributes.extend(KeyValue(key=key, value=AnyValue(string_value=value)) for key, value in attributes.items())
-        resource.scope_spans.append(ScopeSpans(scope=InstrumentationScope(name=scope), spans=[one]))
+        span.attributes.extend(KeyValue(key=key, value=AnyValue(string_value=value)) for key, value in attributes.items())
+        resource.scope_spans.append(ScopeSpans(scope=InstrumentationScope(name=scope), spans=[span]))
     body = ExportTraceServiceRequest(resource_spans=[resource]).SerializeToString()
     assert Poster(f"{store.otlp_endpoint}/v1/traces", {}, None)(body) == 0
     return ids
@@ -134,11 +134,11 @@ def test_answer_sql_reads_ids_of_every_dialect(store: StoreSettings, attributes:
     (own,) = sent(store, trace, [("a", "answered", attributes)])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
     rows = connect(store).query(dialects.ANSWER_SQL, parameters).result_rows
-    told = len(NOTHING)
-    assert sorted((tuple(row[:2]), tuple(row[2 : 2 + told])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
+    width = len(NOTHING)
+    assert sorted((tuple(row[:2]), tuple(row[2 : 2 + width])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
     sampling = tuple(SAMPLING.values())
     unknown = (None,) * len(sampling)
-    assert {tuple(row[2 + told : 2 + told + len(sampling)]) for row in rows} == {sampling if row[1] else unknown for row in expected}
+    assert {tuple(row[2 + width : 2 + width + len(sampling)]) for row in rows} == {sampling if row[1] else unknown for row in expected}
 
 
 def _placed(row: Row) -> Row:
@@ -156,13 +156,14 @@ def test_model_span_sql_misses_no_call_of_any_dialect(store: StoreSettings) -> N
         (scope, name, dict(attributes or {})) for scope, name, attributes in spans.select("ScopeName", "SpanName", "Attributes").iter_rows()
     ]
     renamed = [
-        (scope, name, {key: value for key, value in said.items() if not key.startswith("spangrad.")}) for scope, name, said in listed
+        (scope, name, {key: value for key, value in attributes.items() if not key.startswith("spangrad.")})
+        for scope, name, attributes in listed
     ]
     ids = sent(store, trace, renamed)
     asked = f"SELECT SpanId FROM spangrad.rollout_spans WHERE TraceId = {{t:String}} AND {dialects.MODEL_SPAN_SQL}"
-    told = {row[0] for row in connect(store).query(asked, {"t": trace}).result_rows}
+    selected = {row[0] for row in connect(store).query(asked, {"t": trace}).result_rows}
     calls = nodes.select(pl.any_horizontal("IsClient", "IsModel", "IsEngine", "IsSuspect")).to_series().to_list()
-    missed = [listed[place] for place, own in enumerate(ids) if calls[place] and own not in told]
+    missed = [listed[place] for place, own in enumerate(ids) if calls[place] and own not in selected]
     assert missed == []
-    idle = [own for place, own in enumerate(ids) if not calls[place] and own in told]
+    idle = [own for place, own in enumerate(ids) if not calls[place] and own in selected]
     assert len(idle) < math.ceil(0.2 * len(ids))

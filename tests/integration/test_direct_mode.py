@@ -71,8 +71,8 @@ def with_wheel(directory: Path) -> Path:
     (site / "stock.pth").write_text(f"{stock_site}\n")
     (directory / "bin" / "opentelemetry-instrument").symlink_to(stock() / "opentelemetry-instrument")
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(directory), str(ROOT / "packaging" / "agent"))
-    (made,) = directory.glob("spangrad-*.whl")
-    _pip("--python", str(directory / "bin" / "python"), "install", str(made), THREADING)
+    (wheel,) = directory.glob("spangrad-*.whl")
+    _pip("--python", str(directory / "bin" / "python"), "install", str(wheel), THREADING)
     return directory / "bin"
 
 
@@ -106,13 +106,13 @@ class EngineFront:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 if again.encode() in body and not front.refused:
                     front.refused = True
-                    self._say(503, {"content-type": "application/json"}, b'{"error": {"message": "come again"}}')
+                    self._reply(503, {"content-type": "application/json"}, b'{"error": {"message": "come again"}}')
                 elif slow.encode() in body:
                     self._dawdle(body)
                 else:
-                    self._say(307, {"location": engine + self.path}, b"")
+                    self._reply(307, {"location": engine + self.path}, b"")
 
-            def _say(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            def _reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
                 self.send_response(status)
                 for name, value in {**headers, "content-length": str(len(body))}.items():
                     self.send_header(name, value)
@@ -154,7 +154,7 @@ class EngineFront:
 
 
 @dataclass(frozen=True)
-class Road:
+class DirectMode:
     """What a test needs: the settings of engine and store, the stock environment, and the front."""
 
     settings: Settings
@@ -186,16 +186,16 @@ class Road:
 
 
 @pytest.fixture(scope="module")
-def road(engine: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Road]:
+def direct_mode(engine: Settings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectMode]:
     directory = tmp_path_factory.mktemp("direct-mode")
     own = store_settings(directory / "data")
     settings = engine.model_copy(update={"store": own})
     front = EngineFront(settings.gateway.engine_url, again=f"say {AGAIN}", slow=f"say {CUT}")
     with running_store(own, directory / "store.log"), front:
-        yield Road(settings, stock(), front, directory)
+        yield DirectMode(settings, stock(), front, directory)
 
 
-def evaluate(road: Road, traces: list[str]) -> None:
+def evaluate(direct_mode: DirectMode, traces: list[str]) -> None:
     """Reward traces after the fact, as a service that judges them does: a log record each."""
     records = [
         {
@@ -210,44 +210,44 @@ def evaluate(road: Road, traces: list[str]) -> None:
         for trace in traces
     ]
     body = json.dumps({"resourceLogs": [{"scopeLogs": [{"logRecords": records}]}]}).encode()
-    url = f"{road.settings.store.otlp_endpoint}/v1/logs"
+    url = f"{direct_mode.settings.store.otlp_endpoint}/v1/logs"
     urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=30).close()
 
 
 @pytest.mark.slow  # its environment takes most of a minute to make; tests of test_loop and test_direct_mode_routes take the same road
-def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(road: Road) -> None:
+def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(direct_mode: DirectMode) -> None:
     """Three variables, no package of ours: the address of the store's gRPC receiver, of vLLM, and a key that nobody asks for."""
     began = time.time_ns()
     variables = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{road.settings.store.otlp_grpc_port}",
-        "OPENAI_BASE_URL": f"{road.settings.gateway.engine_url}/v1",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{direct_mode.settings.store.otlp_grpc_port}",
+        "OPENAI_BASE_URL": f"{direct_mode.settings.gateway.engine_url}/v1",
         "OPENAI_API_KEY": "none",
     }
-    done = run(road.stock, CLIENTS / "openai_client.py", ["whole", WHOLE, "stream", STREAM], variables)
+    done = run(direct_mode.stock, CLIENTS / "openai_client.py", ["whole", WHOLE, "stream", STREAM], variables)
     assert (done.returncode, done.stderr) == (0, "")
 
-    direct = [road.answer(city) for city in (WHOLE, STREAM)]
-    said = direct[0]["spangrad"]
+    direct = [direct_mode.answer(city) for city in (WHOLE, STREAM)]
+    engine_facts = direct[0]["spangrad"]
     ids = [(answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) for answer in direct]
-    logprobs = [[one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
-    (((_, version),),) = said["versions"]
-    answered = kept_answers(road, began)
+    logprobs = [[token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]] for answer in direct]
+    (((_, version),),) = engine_facts["versions"]
+    answered = kept_answers(direct_mode, began)
     assert [(row["PromptIds"], row["ResponseIds"]) for row in answered] == ids
 
     # Each call is a trace, and so a rollout, of its own. What judges them later names them by their traces.
-    evaluate(road, [row["TraceId"] for row in answered])
-    build_once(road.builder())
-    built = {row["SpanId"]: row for row in road.ask("SELECT * FROM spangrad.transitions WHERE Mode = 'production'")}
+    evaluate(direct_mode, [row["TraceId"] for row in answered])
+    build_once(direct_mode.builder())
+    built = {row["SpanId"]: row for row in direct_mode.ask("SELECT * FROM spangrad.transitions WHERE Mode = 'production'")}
     facts = ("RolloutId", "PromptIds", "ResponseIds", "Logprobs", "Version", "Policy", "TokenizerHash", "Temperature", "Rewards.Value")
     assert [tuple(built[row["SpanId"]][name] for name in facts) for row in answered] == [
-        (row["TraceId"], *of_ids, pytest.approx(of_logprobs, abs=1e-5), version, "policy", said["tokenizer_hash"], 0.0, [0.5])
+        (row["TraceId"], *of_ids, pytest.approx(of_logprobs, abs=1e-5), version, "policy", engine_facts["tokenizer_hash"], 0.0, [0.5])
         for row, of_ids, of_logprobs in zip(answered, ids, logprobs, strict=True)
     ]
 
 
-def kept_answers(road: Road, since: int) -> list[dict[str, Any]]:
+def kept_answers(direct_mode: DirectMode, since: int) -> list[dict[str, Any]]:
     """What agents' own spans kept of the engine's answers, in order of time, from a time in nanoseconds on."""
-    rows = road.ask(
+    rows = direct_mode.ask(
         "SELECT TraceId, SpanId, SpanAttributes['output.value'] AS Answer FROM otel.otel_traces"
         f" WHERE toUnixTimestamp64Nano(Timestamp) >= {since} AND ScopeName = '{OPENAI_SCOPE}' AND StatusCode != 'Error'"
         " AND SpanAttributes['openinference.span.kind'] = 'LLM' AND position(SpanAttributes['output.value'], '\"spangrad\"') > 0"
@@ -263,36 +263,38 @@ def kept_answers(road: Road, since: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_direct_mode_arrivals_by_framework_and_step_match_docs_table(road: Road) -> None:
-    lines = [table_row(road, framework, step) for framework in FRAMEWORKS for step in STEPS]
+def test_direct_mode_arrivals_by_framework_and_step_match_docs_table(direct_mode: DirectMode) -> None:
+    lines = [table_row(direct_mode, framework, step) for framework in FRAMEWORKS for step in STEPS]
     measured = "\n".join([f"| {' | '.join(COLUMNS)} |", "| --- " * len(COLUMNS) + "|", *lines])
     page = PAGE.read_text()
     begin, end = "<!-- measured by tests/integration/test_direct_mode.py -->\n", "\n<!-- end -->"
     assert page[page.index(begin) + len(begin) : page.index(end)] == measured, f"\n{measured}"
 
 
-def table_row(road: Road, framework: str, step: str) -> str:
+def table_row(direct_mode: DirectMode, framework: str, step: str) -> str:
     """Run the framework's agent once on that step, and say what became of its four calls."""
     program, variables = FRAMEWORKS[framework]
     began = time.time_ns()
-    road.front.refused = False
-    concluded = roll_out(road, program, variables) if step == "under the runner" else run_alone(road, program, variables, step)
+    direct_mode.front.refused = False
+    concluded = (
+        roll_out(direct_mode, program, variables) if step == "under the runner" else run_alone(direct_mode, program, variables, step)
+    )
     kept = {tuple(row["PromptIds"]): row for row in concluded if "ResponseIds" in row}
-    calls = kept_answers(road, began)
-    answers = {city: road.answer(city) for city in (WHOLE, STREAM, AGAIN)}
+    calls = kept_answers(direct_mode, began)
+    answers = {city: direct_mode.answer(city) for city in (WHOLE, STREAM, AGAIN)}
     prompts = {city: tuple(answer["prompt_token_ids"]) for city, answer in answers.items()}
     whole = [kept.get(prompts[city], {}) for city in answers]
     tokens = [answer["choices"][0] for answer in answers.values()]
-    logprobs = [[one["logprob"] for one in choice["logprobs"]["content"]] for choice in tokens]
+    logprobs = [[token["logprob"] for token in choice["logprobs"]["content"]] for choice in tokens]
     tries = sum(tuple(row["PromptIds"]) == prompts[AGAIN] for row in calls)
     names = sorted({row["AgentName"] for row in kept.values()})
     cells = (
         framework,
         step,
         yes([row.get("ResponseIds") for row in whole] == [choice["token_ids"] for choice in tokens]),
-        yes([row.get("Logprobs") for row in whole] == [pytest.approx(one, abs=1e-5) for one in logprobs]),
+        yes([row.get("Logprobs") for row in whole] == [pytest.approx(expected, abs=1e-5) for expected in logprobs]),
         yes([row.get("Version") for row in whole] == [answer["spangrad"]["versions"][0][0][1] for answer in answers.values()]),
-        left_stream(road, calls, concluded),
+        left_stream(direct_mode, calls, concluded),
         {0: "not seen", 1: "the last try"}.get(tries, f"{tries} tries"),
         ", ".join(f"`{name}`" for name in names) or "none",
         str(len({row["RolloutId"] for row in kept.values()}) or "none"),
@@ -300,43 +302,45 @@ def table_row(road: Road, framework: str, step: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def run_alone(road: Road, program: str, variables: dict[str, str], step: str) -> list[dict[str, Any]]:
+def run_alone(direct_mode: DirectMode, program: str, variables: dict[str, str], step: str) -> list[dict[str, Any]]:
     """Transitions and drops of an agent that is started by hand; its traces are rewarded afterwards."""
     began = time.time_ns()
-    store = road.settings.store
+    store = direct_mode.settings.store
     address = {
         # OpenTelemetry's distribution sends by gRPC where nothing else is said, ours by HTTP.
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{store.otlp_grpc_port}" if step == "stock" else store.otlp_endpoint,
-        "OPENAI_BASE_URL": f"{road.front.url}/v1",
+        "OPENAI_BASE_URL": f"{direct_mode.front.url}/v1",
         "OPENAI_API_KEY": "none",
     }
-    done = run(road.stock if step == "stock" else road.ours, CLIENTS / program, ARGUMENTS, {**address, **variables})
+    done = run(direct_mode.stock if step == "stock" else direct_mode.ours, CLIENTS / program, ARGUMENTS, {**address, **variables})
     assert done.returncode == 0, done.stderr
-    traces = {row["TraceId"] for row in kept_answers(road, began)}
+    traces = {row["TraceId"] for row in kept_answers(direct_mode, began)}
     if traces:
-        evaluate(road, list(traces))
-    build_once(road.builder())
+        evaluate(direct_mode, list(traces))
+    build_once(direct_mode.builder())
     of_them = f"TraceId IN {tuple(sorted(traces)) or ('none',)}"
-    return road.ask(f"SELECT * FROM spangrad.transitions WHERE {of_them}") + road.ask(f"SELECT * FROM spangrad.drops WHERE {of_them}")
+    return direct_mode.ask(f"SELECT * FROM spangrad.transitions WHERE {of_them}") + direct_mode.ask(
+        f"SELECT * FROM spangrad.drops WHERE {of_them}"
+    )
 
 
-def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+def roll_out(direct_mode: DirectMode, program: str, variables: dict[str, str]) -> list[dict[str, Any]]:
     """Transitions and drops of one rollout under the runner, without a gateway."""
-    base = road.builder()
+    base = direct_mode.builder()
     settings = base.model_copy(
         update={
             "runner": base.runner.model_copy(update={"run_id": uuid.uuid4().hex, "gateway": False, "max_attempts": 1}),
-            "gateway": base.gateway.model_copy(update={"engine_url": road.front.url}),
+            "gateway": base.gateway.model_copy(update={"engine_url": direct_mode.front.url}),
         }
     )
     agent = CommandAgent(
-        (str(road.ours / "python"), str(CLIENTS / program), *ARGUMENTS),
+        (str(direct_mode.ours / "python"), str(CLIENTS / program), *ARGUMENTS),
         evaluator="half:reward",
         directory=CLIENTS.parent,
         instrument=True,
     )
 
-    async def one() -> None:
+    async def run_rollout() -> None:
         async with Runner(settings, agent) as runner:
             (outcome,) = await runner.run([Task("t", None)], mode=Mode.TRAIN, group_size=1)
             assert outcome.failure is None, outcome.detail
@@ -344,15 +348,17 @@ def roll_out(road: Road, program: str, variables: dict[str, str]) -> list[dict[s
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
-        asyncio.run(one())
+        asyncio.run(run_rollout())
     build_once(settings)
     of_run = f"RunId = '{settings.runner.run_id}'"
-    return road.ask(f"SELECT * FROM spangrad.transitions WHERE {of_run}") + road.ask(f"SELECT * FROM spangrad.drops WHERE {of_run}")
+    return direct_mode.ask(f"SELECT * FROM spangrad.transitions WHERE {of_run}") + direct_mode.ask(
+        f"SELECT * FROM spangrad.drops WHERE {of_run}"
+    )
 
 
-def left_stream(road: Road, calls: list[dict[str, Any]], concluded: list[dict[str, Any]]) -> str:
+def left_stream(direct_mode: DirectMode, calls: list[dict[str, Any]], concluded: list[dict[str, Any]]) -> str:
     """What is known of the stream whose reader left, and what became of it."""
-    long = road.answer(CUT, max_tokens=100, ignore_eos=True)
+    long = direct_mode.answer(CUT, max_tokens=100, ignore_eos=True)
     rows = [row for row in calls if row["PromptIds"] == long["prompt_token_ids"]]
     if not rows:
         return "not seen"

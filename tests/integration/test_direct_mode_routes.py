@@ -33,8 +33,8 @@ class Engine(HttpServer):
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         name = ROUTES[path] + ("-stream" if json.loads(body).get("stream") else "")
-        told = json.loads((ANSWERS / f"{name}.json").read_text())["plugged"]
-        return told["status"], {"content-type": told["type"]}, told["body"].encode()
+        recorded = json.loads((ANSWERS / f"{name}.json").read_text())["plugged"]
+        return recorded["status"], {"content-type": recorded["type"]}, recorded["body"].encode()
 
 
 @pytest.fixture

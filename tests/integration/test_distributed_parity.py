@@ -46,9 +46,9 @@ def mostly_slow(names: list[str]) -> list[Any]:
 def optimizers(tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
     """Optimizers with no and 2 ranks under Ray, each with a critic and a reference."""
     cluster = Cluster(trainer_settings(workers__per_node=2))
-    made = {count: VerlOptimizer(tiny_model, settings(tiny_model, estimator="gae", workers__per_node=count)) for count in (0, 2)}
-    yield made
-    for optimizer in made.values():
+    built = {count: VerlOptimizer(tiny_model, settings(tiny_model, estimator="gae", workers__per_node=count)) for count in (0, 2)}
+    yield built
+    for optimizer in built.values():
         optimizer.close()
     cluster.close()
 

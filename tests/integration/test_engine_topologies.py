@@ -148,9 +148,9 @@ class Traffic:
         wait_until(lambda: len(self.answers) >= until, 60, "answers", poll_seconds=0.02)
 
     def _call(self, number: int) -> None:
-        dice = Random(number)
+        chance = Random(number)
         while not self._ends.is_set():
-            question = {**ASKED, "messages": [{"role": "user", "content": " ".join(dice.choices(["say", "rome", "lima", "oslo"], k=4))}]}
+            question = {**ASKED, "messages": [{"role": "user", "content": " ".join(chance.choices(["say", "rome", "lima", "oslo"], k=4))}]}
             answer = fetch(self._url, question)
             if "choices" in answer:
                 self.answers.append(answer)
@@ -164,11 +164,11 @@ def mislabelled(answers: Sequence[dict[str, Any]], versions: Sequence[Path]) -> 
     for answer in answers:
         (choice,) = answer["choices"]
         (labels,) = answer["spangrad"]["versions"]
-        ours = [one["logprob"] for one in choice["logprobs"]["content"]]
+        ours = [token["logprob"] for token in choice["logprobs"]["content"]]
         assert labels[0][0] == 0
         for (begin, version), end in zip(labels, [*(later for later, _ in labels[1:]), len(ours)], strict=True):
             exact = logprobs_of(versions[version], answer["prompt_token_ids"], choice["token_ids"])
-            gap = max(abs(one - other) for one, other in zip(ours[begin:end], exact[begin:end], strict=True))
+            gap = max(abs(own - other) for own, other in zip(ours[begin:end], exact[begin:end], strict=True))
             if gap > EQUAL:
                 wrong.append((version, gap))
     return wrong
@@ -354,7 +354,7 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
     topology: str, grouped_model: Path, versions: list[Path], store: StoreSettings, tmp_path: Path
 ) -> None:
     """A process of the engine dies at a random moment of a publication; the one that starts again is given the served version."""
-    dice, numbered = Random(topology), [grouped_model]
+    chance, numbered = Random(topology), [grouped_model]
     sender = WeightsSender(TrainerSettings())
     answers: list[dict[str, Any]] = []
     with engine_of(grouped_model, tmp_path, topology, transfer="http") as (engine, first):
@@ -371,8 +371,8 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
                     publication = threading.Thread(target=_published, args=(publisher, version_of(number, numbered[number]), offered))
                     publication.start()
                     victims = processes_of(settings)
-                    time.sleep(dice.uniform(0, 1.5))
-                    os.kill(dice.choice(victims), signal.SIGKILL)
+                    time.sleep(chance.uniform(0, 1.5))
+                    os.kill(chance.choice(victims), signal.SIGKILL)
                     publication.join()
                     child.process.wait(60)
                 answers += traffic.answers

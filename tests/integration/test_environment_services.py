@@ -85,15 +85,17 @@ async def test_environments_and_rewards_services_serve_rollouts(tmp_path: Path, 
     with (
         process("environments", tmp_path, "environments", "--factory", "worlds:World", "--instances", "2") as (environments, leases),
         process("rewards", tmp_path, "rewards", "serve", "--evaluator", "worlds:score") as (_, judge),
-        runner_services(tmp_path, concurrency=4, max_attempts=1) as here,
+        runner_services(tmp_path, concurrency=4, max_attempts=1) as services,
     ):
         agent = CallableAgent("worlds:agent", judge, tmp_path, environment=leases)
-        async with Runner(here.settings, agent) as runner:
-            found = await runner.run([Task(str(n), n) for n in range(6)], mode=Mode.TRAIN, group_size=1)
-        assert [(one.reward, one.detail) for one in found] == [({"score": n / 2}, "") for n in range(6)]
+        async with Runner(services.settings, agent) as runner:
+            outcomes = await runner.run([Task(str(n), n) for n in range(6)], mode=Mode.TRAIN, group_size=1)
+        assert [(outcome.reward, outcome.detail) for outcome in outcomes] == [({"score": n / 2}, "") for n in range(6)]
         # A worker that has ended has given everything back.
-        await asyncio.to_thread(wait_until, lambda: {one["state"] for one in instances(leases)} == {"free"}, 20, "clean instances")
-        assert sum(one["users"] for one in instances(leases)) == 6
+        await asyncio.to_thread(
+            wait_until, lambda: {instance["state"] for instance in instances(leases)} == {"free"}, 20, "clean instances"
+        )
+        assert sum(instance["users"] for instance in instances(leases)) == 6
         assert len(worlds(tmp_path)) == 2
         environments.process.terminate()
         assert await asyncio.to_thread(environments.process.wait, 30) == 0
@@ -107,32 +109,32 @@ async def test_environment_lease_of_killed_worker_expires(tmp_path: Path) -> Non
     words = ("environments", "--factory", "worlds:World")
     with (
         process("environments", tmp_path, *words, environment_lease_seconds=2) as (_, leases),
-        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here,
+        runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as services,
     ):
         async with serving(settings) as (client, _):
-            (one,) = new_rollouts(1)
-            await client.enqueue("run", [msgspec.structs.replace(one, input=msgspec.Raw(b'"hang"'))])
-            worker = here.start_worker("--environment", leases)
-            await asyncio.to_thread(wait_until, lambda: bool(here.processes()), 60, "the agent's program")
-            assert [(one["state"], one["rollout_id"]) for one in instances(leases)] == [("leased", "r0")]
-            assert any(b'SPANGRAD_ENVIRONMENT={"file": ' in one for one in variables(here.directory))
+            (rollout,) = new_rollouts(1)
+            await client.enqueue("run", [msgspec.structs.replace(rollout, input=msgspec.Raw(b'"hang"'))])
+            worker = services.start_worker("--environment", leases)
+            await asyncio.to_thread(wait_until, lambda: bool(services.processes()), 60, "the agent's program")
+            assert [(instance["state"], instance["rollout_id"]) for instance in instances(leases)] == [("leased", "r0")]
+            assert any(b'SPANGRAD_ENVIRONMENT={"file": ' in environ for environ in variables(services.directory))
             kill(worker.process.pid)
             worker.process.wait()
             await asyncio.to_thread(wait_until, lambda: instances(leases)[0]["state"] == "free", 30, "the lease's end")
             assert instances(leases)[0]["users"] == 1
             # Another worker gets it, for the next attempt.
-            here.start_worker("--environment", leases)
+            services.start_worker("--environment", leases)
             await asyncio.to_thread(wait_until, lambda: instances(leases)[0]["users"] == 2, 60, "the next user")
             assert await is_state(client, "r0", RolloutState.RUNNING)
 
 
 def variables(directory: Path) -> list[bytes]:
     """The environments of processes that work in a directory."""
-    found: list[bytes] = []
+    environs: list[bytes] = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cwd").readlink() == directory:
-                found.append((process / "environ").read_bytes())
+                environs.append((process / "environ").read_bytes())
         except OSError:
             continue  # it has ended, or is somebody else's
-    return found
+    return environs

@@ -58,13 +58,13 @@ def ask(directory: Path, query: str) -> Sequence[Sequence[Any]]:
 
 
 @pytest.mark.parametrize(
-    "example", [CALCULATOR, FROM_SCRATCH, MATH_LORA, RETRIEVAL_QA, GOMOKU, MAZE, CODE_REPAIR], ids=lambda one: one.name
+    "example", [CALCULATOR, FROM_SCRATCH, MATH_LORA, RETRIEVAL_QA, GOMOKU, MAZE, CODE_REPAIR], ids=lambda example: example.name
 )
 def test_examples_two_steps_train_with_small_logprob_gap(example: Example, tmp_path: Path) -> None:
-    said = ran(example, tmp_path)
-    assert said["steps"] == STEPS
-    assert (0 if example is CODE_REPAIR else 0.1) < said["before"] < 0.6
-    assert 0 < said["max_logprob_gap"] < 1e-3
+    report = ran(example, tmp_path)
+    assert report["steps"] == STEPS
+    assert (0 if example is CODE_REPAIR else 0.1) < report["before"] < 0.6
+    assert 0 < report["max_logprob_gap"] < 1e-3
     assert (tmp_path / "run" / "curve.png").stat().st_size > 10_000
     calls = {mode: count for _, mode, count in ask(tmp_path, CALLS)}
     rollouts = example.groups * GROUP_SIZE
@@ -79,15 +79,15 @@ def test_examples_two_steps_train_with_small_logprob_gap(example: Example, tmp_p
 
 
 def test_text_to_sql_example_trains_writer_agent_only(tmp_path: Path) -> None:
-    said = ran(text_to_sql("writer", "model"), tmp_path)
-    assert said["steps"] == STEPS
-    fates = {(agent, policy, fate): calls for agent, policy, fate, calls in ask(tmp_path, WHO.read_text())}
-    assert {fate for fate in fates if fate[2] != "superseded_attempt"} == {
+    report = ran(text_to_sql("writer", "model"), tmp_path)
+    assert report["steps"] == STEPS
+    counts = {(agent, policy, outcome): calls for agent, policy, outcome, calls in ask(tmp_path, WHO.read_text())}
+    assert {key for key in counts if key[2] != "superseded_attempt"} == {
         ("writer_agent", "policy", "trained"),
         ("rewriter_agent", "policy", "not_selected"),
         ("checker_agent", "checker", "not_selected"),
     }
-    assert fates["writer_agent", "policy", "trained"] == STEPS * 128
+    assert counts["writer_agent", "policy", "trained"] == STEPS * 128
 
 
 PHASES = """

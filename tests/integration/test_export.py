@@ -22,7 +22,7 @@ from spangrad.errors import BuilderError, StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import DropReason, transition_id
-from tests.support.built_rollouts import START, StoredRollouts, chat, said, user
+from tests.support.built_rollouts import START, StoredRollouts, assistant, chat, user
 from tests.support.processes import run_spangrad
 from tests.support.spans import SpanFactory
 from trainer.optim.process import choose_platform
@@ -41,9 +41,9 @@ ASKS = {
 ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
-def write(world: StoredRollouts, name: str, out: Path, **wanted: Any) -> Exported:
-    options = {key: wanted.pop(key) for key in ("force", "min_margin") if key in wanted}
-    return export(world.client, world.store.url, name, ExportSelection(wanted.pop("dataset", world.name), **wanted), out, **options)
+def write(world: StoredRollouts, name: str, out: Path, **selection: Any) -> Exported:
+    options = {key: selection.pop(key) for key in ("force", "min_margin") if key in selection}
+    return export(world.client, world.store.url, name, ExportSelection(selection.pop("dataset", world.name), **selection), out, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -100,8 +100,8 @@ def test_export_as_of_past_time_or_older_revision_gives_those_rows(store: StoreS
     world.call("r0", *chat([user("x")], "y"), reward=3.0)
     world.commit()
 
-    def calls(**wanted: Any) -> list[str]:
-        write(world, "parquet", tmp_path / "out.parquet", force=True, **wanted)
+    def calls(**selection: Any) -> list[str]:
+        write(world, "parquet", tmp_path / "out.parquet", force=True, **selection)
         return pq.read_table(tmp_path / "out.parquet").column("CallId").to_pylist()
 
     assert calls(as_of=then) == first
@@ -145,7 +145,7 @@ def test_export_huggingface_directory_loads_with_datasets(store: StoreSettings, 
 def test_export_sft_trains_each_reply_once(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-sft")
     merged = two_turns(world, "r0", 1.0)
-    few_shot = world.call("r1", *chat([user("a"), said("b"), user("c")], "d"), reward=0.0)
+    few_shot = world.call("r1", *chat([user("a"), assistant("b"), user("c")], "d"), reward=0.0)
     plain = world.call("r2", {"prompt": "once upon"}, {"choices": [{"index": 0, "text": " a time", "finish_reason": "stop"}]}, reward=0.0)
     world.call("r3", *chat([user("x")], "cut"), reward=0.0, FinishReason="length")
     world.call("r4", reward=0.0)
@@ -161,11 +161,14 @@ def test_export_sft_trains_each_reply_once(store: StoreSettings, tmp_path: Path)
 
     assert lines(tmp_path / "sft.jsonl") == [
         {
-            "messages": [SYSTEM, user("rome?"), {**ASKS, "weight": 1}, ANSWERS, {**said("sunny in rome"), "weight": 1}],
+            "messages": [SYSTEM, user("rome?"), {**ASKS, "weight": 1}, ANSWERS, {**assistant("sunny in rome"), "weight": 1}],
             "tools": [TOOL],
             "meta": meta("r0", 1.0, *merged),
         },
-        {"messages": [user("a"), {**said("b"), "weight": 0}, user("c"), {**said("d"), "weight": 1}], "meta": meta("r1", 0.0, few_shot)},
+        {
+            "messages": [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}],
+            "meta": meta("r1", 0.0, few_shot),
+        },
         {"prompt": "once upon", "completion": " a time", "meta": meta("r2", 0.0, plain)},
     ]
     assert dict(done.tally.left_out) == {"cut_short": 1, "no_text": 1, "redacted_text": 1, "unreadable_text": 1}
@@ -175,8 +178,8 @@ def test_export_sft_trains_each_reply_once(store: StoreSettings, tmp_path: Path)
 def test_export_dropped_calls_without_ids_gives_their_text(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-noids")
     asked = {"llm.input_messages.0.message.role": "user", "llm.input_messages.0.message.content": "hi"}
-    told = {"llm.output_messages.0.message.role": "assistant", "llm.output_messages.0.message.content": "hello"}
-    first = world.call("r0", attributes={"openinference.span.kind": "LLM", **asked, **told}, dropped="no_token_ids")
+    answered = {"llm.output_messages.0.message.role": "assistant", "llm.output_messages.0.message.content": "hello"}
+    first = world.call("r0", attributes={"openinference.span.kind": "LLM", **asked, **answered}, dropped="no_token_ids")
     second = world.call("r1", *chat([user("x")], "y"), dropped="no_token_ids")
     world.call("r1", *chat([user("x")], "z"), dropped="call_failed")
     world.give("r0", 0.5)
@@ -187,8 +190,8 @@ def test_export_dropped_calls_without_ids_gives_their_text(store: StoreSettings,
     done = write(world, "sft", tmp_path / "b.jsonl", dropped=(DropReason.NO_TOKEN_IDS,))
     rows = [(row["messages"], row["meta"]["return"], row["meta"]["calls"]) for row in lines(tmp_path / "b.jsonl")]
     assert rows == [
-        ([user("hi"), {**said("hello"), "weight": 1}], 0.75, [first]),
-        ([user("x"), {**said("y"), "weight": 1}], None, [second]),
+        ([user("hi"), {**assistant("hello"), "weight": 1}], 0.75, [first]),
+        ([user("x"), {**assistant("y"), "weight": 1}], None, [second]),
     ]
     assert dict(done.tally.left_out) == {"dropped: call_failed": 1}
     done = write(world, "sft", tmp_path / "c.jsonl", dropped=(DropReason.NO_TOKEN_IDS,), min_return=0.5)
@@ -240,7 +243,7 @@ def test_export_training_trace_has_a_turn_for_each_call(store: StoreSettings, tm
         }
         for call, prompt, reply, said_before, message in [
             (first, [1, 2], [3, 4], [SYSTEM, user("rome?")], ASKS),
-            (second, [1, 2, 3, 4, 5], [6, 7], [SYSTEM, user("rome?"), ASKS, ANSWERS], said("sunny in rome")),
+            (second, [1, 2, 3, 4, 5], [6, 7], [SYSTEM, user("rome?"), ASKS, ANSWERS], assistant("sunny in rome")),
         ]
     ]  # fmt: skip
     metadata = [turn.pop("metadata") for turn in trace["turns"]]
@@ -290,8 +293,8 @@ def test_export_preferences_pairs_best_and_worst(store: StoreSettings, tmp_path:
     meta = row.pop("meta")
     assert row == {
         "prompt": [SYSTEM, user("rome?")],
-        "chosen": [ASKS, ANSWERS, said("sunny in rome")],
-        "rejected": [ASKS, ANSWERS, said("no idea")],
+        "chosen": [ASKS, ANSWERS, assistant("sunny in rome")],
+        "rejected": [ASKS, ANSWERS, assistant("no idea")],
         "chosen_return": 1.0,
         "rejected_return": -1.0,
         "tools": [TOOL],
@@ -349,10 +352,10 @@ def test_export_verl_sft_replies_are_trained_by_verl_dataset(store: StoreSetting
     world.call("r0", *chat(connect_with, "clock rome"))
     world.call(
         "r0",
-        *chat([*connect_with, said("clock rome"), {"role": "tool", "content": "error", "tool_call_id": "c"}], "weather rome"),
+        *chat([*connect_with, assistant("clock rome"), {"role": "tool", "content": "error", "tool_call_id": "c"}], "weather rome"),
         reward=1.0,
     )
-    world.call("r1", *chat([user("say"), said("oslo"), user("say")], "lima"), reward=1.0)
+    world.call("r1", *chat([user("say"), assistant("oslo"), user("say")], "lima"), reward=1.0)
     world.call("r2", *chat([user([{"type": "image_url", "image_url": {"url": "x"}}])], "lima"), reward=1.0)  # type: ignore[arg-type]
     two_tools = [TOOL, {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {"zone": {}}}}}]
     world.call("r3", *chat([user("say")], "lima", tools=two_tools), reward=1.0)
@@ -381,7 +384,7 @@ def test_export_json_lines_load_in_spangrad_dataset_classes(store: StoreSettings
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     load = verl_module("verl.trainer.sft_trainer").create_sft_dataset
     world = StoredRollouts(store, "ex-verl-lines")
-    world.call("r0", *chat([user("say"), said("oslo"), user("say")], "lima", tools=[TOOL]), ids=([3, 4], [5, 6]), reward=1.0)
+    world.call("r0", *chat([user("say"), assistant("oslo"), user("say")], "lima", tools=[TOOL]), ids=([3, 4], [5, 6]), reward=1.0)
     world.commit()
     write(world, "sft", tmp_path / "sft.jsonl")
     write(world, "sft-tokens", tmp_path / "tokens.jsonl")
@@ -390,8 +393,8 @@ def test_export_json_lines_load_in_spangrad_dataset_classes(store: StoreSettings
     def row(file: str, name: str, **config: Any) -> dict[str, Any]:
         path = verl_datasets_file()
         settings = omegaconf.OmegaConf.create({"custom_cls": {"path": path, "name": name}, "max_length": 32, **config})
-        (one,) = list(load([str(tmp_path / file)], settings, tokenizer, None))
-        return {key: value.tolist() for key, value in one.items()}
+        (example,) = list(load([str(tmp_path / file)], settings, tokenizer, None))
+        return {key: value.tolist() for key, value in example.items()}
 
     texts = row("sft.jsonl", "Conversations", pad_mode="no_padding")
     words = tokenizer.convert_ids_to_tokens(texts["input_ids"])
@@ -445,7 +448,7 @@ def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path:
     build_once(Settings(store=store, builder=builder))
     done = export(connect(store), store.url, "sft", ExportSelection("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
     (row,) = lines(tmp_path / "sft.jsonl")
-    assert (row["messages"], row["meta"]["return"]) == ([user("rome?"), {**said("sunny"), "weight": 1}], 0.5)
+    assert (row["messages"], row["meta"]["return"]) == ([user("rome?"), {**assistant("sunny"), "weight": 1}], 0.5)
     assert (done.tally.calls, dict(done.tally.left_out)) == (2, {"dropped: call_failed": 1})
 
 
@@ -563,8 +566,8 @@ def test_export_doc_examples_run(store: StoreSettings, tmp_path: Path) -> None:
         done = spangrad(store, tmp_path, *words)
         assert (command, done.returncode, done.stderr) == (command, 0, "")
     assert {name for name in FORMATS if f"| `{name}` |" not in page} == set()
-    told = {one.value for one in LeftOut} | {"no_usable_rollout"}
-    assert {name for name in told if f"| `{name}` |" not in page} == set()
+    reasons = {reason.value for reason in LeftOut} | {"no_usable_rollout"}
+    assert {name for name in reasons if f"| `{name}` |" not in page} == set()
     (snippet,) = re.findall(r"```python\n(.*?)```", page, re.S)
     work = f"import os\nos.chdir({str(tmp_path)!r})\n{snippet}"
     exec(compile(work, "docs/guides/exports.md", "exec"), {})

@@ -13,7 +13,7 @@ import pytest
 from examples.two_tools.model import CITIES, TOOLS
 from spangrad.settings import FinetuneSettings, Settings, StoreSettings
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.built_rollouts import StoredRollouts, chat, said, user
+from tests.support.built_rollouts import StoredRollouts, assistant, chat, user
 from tests.support.policies import changed, distribution
 from tests.support.trainers import EXAMPLES, PAIRS, finetuned, write_rows
 from tests.support.trainers import finetune_settings as settings
@@ -56,32 +56,32 @@ def by_hand(model: Path, sequences: Sequence[TokenSequence], loss_of: Any) -> tu
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     logprobs = []
-    for one in sequences:
-        logits = policy(torch.tensor([one.ids])).logits[0, :-1]
-        chosen = logits.log_softmax(-1)[torch.arange(len(one.ids) - 1), torch.tensor(one.ids[1:])]
-        logprobs.append(chosen[torch.tensor(one.mask[1:], dtype=torch.bool)])
+    for sequence in sequences:
+        logits = policy(torch.tensor([sequence.ids])).logits[0, :-1]
+        chosen = logits.log_softmax(-1)[torch.arange(len(sequence.ids) - 1), torch.tensor(sequence.ids[1:])]
+        logprobs.append(chosen[torch.tensor(sequence.mask[1:], dtype=torch.bool)])
     loss = loss_of(logprobs)
     loss.backward()
     return loss.item(), {name: value.grad.numpy() for name, value in policy.named_parameters()}
 
 
-def agree(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def agree(gradients: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert gradients.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, atol=2e-6, rtol=2e-4, err_msg=name)
+        np.testing.assert_allclose(gradients[name], value, atol=2e-6, rtol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("device", [16384, 19], ids=["one micro-batch", "several"])
 def test_sft_loss_and_gradient_are_mean_over_trained_tokens(device: int, tiny_model: Path):
     import torch
 
-    made = FileRun(tiny_model, "sft", trainer={"max_tokens_per_device": device})
-    told = made.optimizer.step(EXAMPLES)
-    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda found: -torch.cat(found).mean())
-    assert told["loss"] == pytest.approx(loss, abs=1e-6)
-    assert told["tokens"] == 9
-    agree(made.gradients, gradients)
-    assert made.optimizer.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
+    run = FileRun(tiny_model, "sft", trainer={"max_tokens_per_device": device})
+    metrics = run.optimizer.step(EXAMPLES)
+    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda logprobs: -torch.cat(logprobs).mean())
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["tokens"] == 9
+    agree(run.gradients, gradients)
+    assert run.optimizer.measure(EXAMPLES, None)["loss"] == pytest.approx(loss, abs=1e-6), "held out rows are measured by the same loss"
 
 
 @pytest.mark.parametrize(("beta", "smoothing", "device"), [(0.1, 0.0, 16384), (0.5, 0.2, 30)])
@@ -89,44 +89,46 @@ def test_dpo_loss_and_gradient_match_paper(beta: float, smoothing: float, device
     """Equation 7 of https://arxiv.org/abs/2305.18290, with the smoothing of https://ericmitchell.ai/cdpo.pdf, equation 3, by hand."""
     import torch
 
-    made = FileRun(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
+    run = FileRun(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
     reference = np.array([-3.0, -9.5, -4.0, -2.5, -6.0, -1.0], np.float32)
-    told = made.optimizer.step(PAIRS, reference)
+    metrics = run.optimizer.step(PAIRS, reference)
     sequences = [one for pair in PAIRS for one in pair.sequences]
     margins: list[float] = []
 
-    def loss_of(found: list[torch.Tensor]) -> torch.Tensor:
+    def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
         losses = []
-        for at in range(0, len(found), 2):
-            margin = beta * ((found[at].sum() - reference[at].item()) - (found[at + 1].sum() - reference[at + 1].item()))
+        for at in range(0, len(logprobs), 2):
+            margin = beta * ((logprobs[at].sum() - reference[at].item()) - (logprobs[at + 1].sum() - reference[at + 1].item()))
             margins.append(margin.item())
             right = 1 / (1 + torch.exp(-margin))
             losses.append(-(1 - smoothing) * torch.log(right) - smoothing * torch.log(1 - right))
         return sum(losses) / len(losses)  # type: ignore[return-value]
 
     loss, gradients = by_hand(tiny_model, sequences, loss_of)
-    assert told["loss"] == pytest.approx(loss, abs=1e-5)
-    assert told["preference_margin"] == pytest.approx(np.mean(margins), abs=1e-5)
-    assert told["preference_accuracy"] == pytest.approx(np.mean([one > 0 for one in margins]))
-    assert 0 < told["preference_accuracy"] < 1
-    assert told["chosen_reward"] - told["rejected_reward"] == pytest.approx(told["preference_margin"], abs=1e-5)
-    agree(made.gradients, gradients)
-    held = made.optimizer.measure(PAIRS, reference)
-    assert {name: told[name] for name in held} == pytest.approx(held, abs=1e-5), "held out pairs are measured by the same loss"
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["preference_margin"] == pytest.approx(np.mean(margins), abs=1e-5)
+    assert metrics["preference_accuracy"] == pytest.approx(np.mean([one > 0 for one in margins]))
+    assert 0 < metrics["preference_accuracy"] < 1
+    assert metrics["chosen_reward"] - metrics["rejected_reward"] == pytest.approx(metrics["preference_margin"], abs=1e-5)
+    agree(run.gradients, gradients)
+    held = run.optimizer.measure(PAIRS, reference)
+    assert {name: metrics[name] for name in held} == pytest.approx(held, abs=1e-5), "held out pairs are measured by the same loss"
 
 
 def test_dpo_reference_is_policy_at_start(tiny_model: Path):
-    made = FileRun(tiny_model, "dpo").optimizer
-    sums = made.logprobs(PAIRS)
+    optimizer = FileRun(tiny_model, "dpo").optimizer
+    sums = optimizer.logprobs(PAIRS)
     expected = [
-        sum(float(distribution(tiny_model, one.ids[:at], 1.0)[one.ids[at]]) for at, trained in enumerate(one.mask) if trained)
+        sum(
+            float(distribution(tiny_model, sequence.ids[:at], 1.0)[sequence.ids[at]]) for at, trained in enumerate(sequence.mask) if trained
+        )
         for pair in PAIRS
-        for one in pair.sequences
+        for sequence in pair.sequences
     ]
     assert sums.tolist() == pytest.approx(expected, abs=1e-4)
-    told = made.step(PAIRS, sums)
-    assert told["loss"] == pytest.approx(np.log(2), abs=1e-6)
-    assert told["preference_margin"] == pytest.approx(0, abs=1e-6)
+    metrics = optimizer.step(PAIRS, sums)
+    assert metrics["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    assert metrics["preference_margin"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
@@ -138,15 +140,15 @@ def test_finetune_no_op_rows_change_no_gradient(method: Any, tiny_model: Path, m
     ranks.optimizer._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
     monkeypatch.setattr(LocalWorkers, "size", 4)
     assert len(ranks.optimizer._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
-    found = [one.optimizer.step(examples, reference) for one in (alone, ranks)]
-    assert found[1]["loss"] == pytest.approx(4 * found[0]["loss"], rel=1e-6)
+    metrics = [one.optimizer.step(examples, reference) for one in (alone, ranks)]
+    assert metrics[1]["loss"] == pytest.approx(4 * metrics[0]["loss"], rel=1e-6)
     agree({name: value / 4 for name, value in ranks.gradients.items()}, alone.gradients)
 
 
 def replies(count: int) -> list[dict[str, Any]]:
     """Rows of messages: what to say to whom."""
     cities = [CITIES[at % 4] for at in range(count)]
-    return [{"messages": [user(f"say {city}"), said(f"{RIGHT[city]} {city}")]} for city in cities]
+    return [{"messages": [user(f"say {city}"), assistant(f"{RIGHT[city]} {city}")]} for city in cities]
 
 
 class StoppedError(Exception):
@@ -171,7 +173,7 @@ class Breaker:
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_finetune_stopped_and_resumed_ends_with_same_weights(method: Any, tiny_model: Path, tmp_path: Path):
     rows = replies(8)
-    pairs = [{"chosen": row["messages"], "rejected": [row["messages"][0], said("error")]} for row in rows]
+    pairs = [{"chosen": row["messages"], "rejected": [row["messages"][0], assistant("error")]} for row in rows]
     file = write_rows(tmp_path / "rows.jsonl", rows if method == "sft" else pairs)
     ends: list[str] = []
     for name, step in (("whole", 0), ("stopped", 4)):
@@ -212,24 +214,24 @@ class Traces:
             wrong = next(tool for tool in TOOLS if tool != RIGHT[city])
             for rollout, tool, reward in ((f"good-{at}", RIGHT[city], 1.0), (f"bad-{at}", wrong, -0.2)):
                 request, answer = chat([user(f"say {city}")], f"{tool} {city}")
-                (made,) = render.conversation([user(f"say {city}"), said(f"{tool} {city}")], [False, True], None)
-                ids = made.ids[:7], made.ids[7:]
+                (sequence,) = render.conversation([user(f"say {city}"), assistant(f"{tool} {city}")], [False, True], None)
+                ids = sequence.ids[:7], sequence.ids[7:]
                 facts = {"Policy": name, "TokenizerHash": tokenizer_hash(model), "Logprobs": [-0.5] * len(ids[1])}
                 self.world.call(rollout, request, answer, ids=ids, reward=reward, group=f"g{at}", task=city, **facts)
         self.world.commit()
 
-    def export(self, form: str, out: Path, **wanted: Any) -> Path:
-        export(self.world.client, self.world.store.url, form, ExportSelection(self.name, **wanted), out)
+    def export(self, form: str, out: Path, **conditions: Any) -> Path:
+        export(self.world.client, self.world.store.url, form, ExportSelection(self.name, **conditions), out)
         return out
 
 
 def success(model: Path) -> float:
     """The chance that the first reply names the right tool and the city, and ends."""
-    render, found = Renderer(model), []
+    render, chances = Renderer(model), []
     for city, tool in RIGHT.items():
-        (made,) = render.conversation([user(f"say {city}"), said(f"{tool} {city}")], [False, True], None)
-        found.append(np.exp(sum(float(distribution(model, made.ids[:at], 1.0)[made.ids[at]]) for at in range(7, 10))))
-    return float(np.mean(found))
+        (sequence,) = render.conversation([user(f"say {city}"), assistant(f"{tool} {city}")], [False, True], None)
+        chances.append(np.exp(sum(float(distribution(model, sequence.ids[:at], 1.0)[sequence.ids[at]]) for at in range(7, 10))))
+    return float(np.mean(chances))
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +247,8 @@ def run_settings(traces: Traces, directory: Path, **changes: Any) -> Settings:
 def test_finetune_sft_on_successful_exports_raises_success(traces: Traces, tmp_path: Path):
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
     done = finetuned(run_settings(traces, tmp_path / "sft", epochs=10, learning_rate=3e-3), file)
-    found = done.plan.examples
-    assert (len(found.trained), len(found.held_out), found.with_ids, found.rendered) == (36, 4, 40, 0)
+    examples = done.plan.examples
+    assert (len(examples.trained), len(examples.held_out), examples.with_ids, examples.rendered) == (36, 4, 40, 0)
     before, after = success(traces.model), success(Path(done.versions[-1].policy_version.path))
     assert before < 0.2
     assert after > 0.6
@@ -256,16 +258,16 @@ def test_finetune_sft_on_successful_exports_raises_success(traces: Traces, tmp_p
 
 def test_finetune_examples_are_equal_for_all_export_formats(traces: Traces, tmp_path: Path):
     limits = LengthLimits.of(traces.model, tokenizer_hash(traces.model), FinetuneSettings(), 1000)
-    found = {}
+    by_form = {}
     for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
         sources = find_sources([traces.export(form, tmp_path / form, min_return=0.5)])
-        found[form] = read_examples(sources, "sft", Renderer(traces.model), limits, FinetuneSettings(held_out=0.1))
-    assert len({digest_of([*one.trained, *one.held_out]) for one in found.values()}) == 1
-    assert {form: (one.with_ids, one.rendered) for form, one in found.items()} == {
+        by_form[form] = read_examples(sources, "sft", Renderer(traces.model), limits, FinetuneSettings(held_out=0.1))
+    assert len({digest_of([*one.trained, *one.held_out]) for one in by_form.values()}) == 1
+    assert {form: (one.with_ids, one.rendered) for form, one in by_form.items()} == {
         **dict.fromkeys(("sft-tokens", "parquet", "huggingface"), (40, 0)),
         **dict.fromkeys(("sft", "verl-sft"), (0, 40)),
     }
-    origins = [[one.origins for one in made.trained] for made in found.values()]
+    origins = [[one.origins for one in examples.trained] for examples in by_form.values()]
     assert all(one == origins[0] for one in origins), "each names the rollouts, their specification and revision"
 
 
@@ -273,11 +275,11 @@ def test_finetune_dpo_on_exported_preferences_raises_margin(traces: Traces, tmp_
     file = traces.export("preferences", tmp_path / "pairs.jsonl")
     done = finetuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
     assert (len(done.plan.examples.trained), done.plan.examples.with_ids) == (36, 40)
-    told = [one.metrics for one in done.versions]
-    assert told[0]["held_out_loss_before"] == pytest.approx(np.log(2), abs=1e-6)
-    assert told[0]["held_out_preference_margin"] < told[-1]["held_out_preference_margin"]
-    assert told[-1]["held_out_preference_margin"] > 0.5
-    assert told[-1]["held_out_preference_accuracy"] == 1
+    metrics = [one.metrics for one in done.versions]
+    assert metrics[0]["held_out_loss_before"] == pytest.approx(np.log(2), abs=1e-6)
+    assert metrics[0]["held_out_preference_margin"] < metrics[-1]["held_out_preference_margin"]
+    assert metrics[-1]["held_out_preference_margin"] > 0.5
+    assert metrics[-1]["held_out_preference_accuracy"] == 1
     assert success(Path(done.versions[-1].policy_version.path)) > 1.5 * success(traces.model)
 
 
@@ -288,17 +290,17 @@ def test_lineage_of_finetuned_version_names_file_and_spans(traces: Traces, tmp_p
     file = traces.export("sft-tokens", tmp_path / "best.jsonl", min_return=0.5)
     chosen = run_settings(traces, tmp_path / "lineage", epochs=1, held_out=0.0)
     version = finetuned(chosen, file).versions[-1]
-    found = lineage.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
-    first = found.ancestors[0]
+    version_lineage = lineage.of_version(traces.world.client, traces.name, version.version, "lineage", 1)
+    first = version_lineage.ancestors[0]
     (source,) = find_sources([file])
     assert first.files == [lineage.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
     assert first.batch_rollouts is not None
     assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
     assert {len(one.spans) for one in first.batch_rollouts} == {1}
     assert len(first.batch_rollouts) == 40
-    text = version_text(found)
-    made = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run finetune-traces (train)"
-    assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {made}"
+    text = version_text(version_lineage)
+    origin = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run finetune-traces (train)"
+    assert text[0] == f"{traces.name}@{version.version} on branch lineage, committed, from {traces.name}@0, batch {first.batch}: {origin}"
     assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"
     span = first.batch_rollouts[0].spans[0]
     back = lineage.of_span(traces.world.client, span.trace, span.span)
@@ -335,7 +337,7 @@ def test_finetune_command_prints_summary(
 ):
     from commands.training.finetune import finetune as command
 
-    rows = [*replies(9), {"messages": [user("say rome")]}, {"messages": [user("say rome"), said("clock rome")], "score": 1}]
+    rows = [*replies(9), {"messages": [user("say rome")]}, {"messages": [user("say rome"), assistant("clock rome")], "score": 1}]
     file = write_rows(tmp_path / "own.jsonl", rows)
     caplog.set_level(logging.INFO)
     places = [f"trainer.directory={tmp_path / 'p'}", "store.url=http://127.0.0.1:9"]

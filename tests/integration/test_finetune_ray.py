@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_model: Path, tmp_path: Path):
     """Three examples: the second worker has a no-op row, or pair, and pairs stay whole."""
     examples = EXAMPLES if method == "sft" else PAIRS
-    found: dict[int, list[dict[str, float]]] = {}
+    metrics: dict[int, list[dict[str, float]]] = {}
     weights: dict[int, dict[str, np.ndarray]] = {}
     for workers in (0, 2):
         chosen = settings(
@@ -28,14 +28,14 @@ def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_mod
         )
         optimizer = FileOptimizer(tiny_model, chosen, method, 10)
         optimizer.reference = optimizer.logprobs(examples)
-        found[workers] = [optimizer.step(examples, optimizer.reference), optimizer.step(examples, optimizer.reference)]
+        metrics[workers] = [optimizer.step(examples, optimizer.reference), optimizer.step(examples, optimizer.reference)]
         place = tmp_path / str(workers)
         save(optimizer, place)
         weights[workers] = load_file(place / "model.safetensors")
-        found[workers].append(optimizer.measure(examples, optimizer.reference))
+        metrics[workers].append(optimizer.measure(examples, optimizer.reference))
         optimizer.close()
-    for one, other in zip(found[0], found[2], strict=True):
-        assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+    for local, distributed in zip(metrics[0], metrics[2], strict=True):
+        assert distributed == pytest.approx(local, rel=1e-4, abs=1e-5)
     # AdamW's first steps are the gradient's sign: a last bit may turn where the gradient is all but 0.
     assert max(float(np.abs(weights[0][name] - weights[2][name]).max()) for name in weights[0]) < 1e-4
     chosen = settings(tiny_model, tmp_path, learning_rate=1e-3, warmup=0.2)

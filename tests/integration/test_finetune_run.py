@@ -35,7 +35,7 @@ from trainer.sft.examples import Example
 from trainer.sft.files import find_sources
 from trainer.sft.training import FileTrainPlan, finetune, run_name
 
-ROWS = [tokens(one, 2, **meta(f"r{one}", f"g{one}")) for one in (3, 5, 7, 9)]
+ROWS = [tokens(number, 2, **meta(f"r{number}", f"g{number}")) for number in (3, 5, 7, 9)]
 WHOLE = 3 * (3 + 5 + 7 + 9)
 """The weight once three epochs of ROWS are trained."""
 
@@ -51,14 +51,14 @@ class FakeFileOptimizer:
     fails_at: int | None = None
 
     def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
-        self.steps.append([one.sequences[0].ids[0] for one in examples])
+        self.steps.append([example.sequences[0].ids[0] for example in examples])
         if self.fails_at == len(self.steps):
             raise RuntimeError("the machine caught fire")
         self.weight += sum(self.steps[-1])
         return {"loss": 0.5, "grad_norm": 1.0, "tokens": float(len(examples))}
 
     def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
-        return np.zeros(sum(len(one.sequences) for one in examples), np.float32)
+        return np.zeros(sum(len(example.sequences) for example in examples), np.float32)
 
     def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
         return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
@@ -79,7 +79,7 @@ class FakeFileOptimizer:
 
 def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
     """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
-    made: list[FakeFileOptimizer] = []
+    optimizers: list[FakeFileOptimizer] = []
 
     def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
         from safetensors.numpy import load_file
@@ -87,12 +87,12 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
         directory = Path(plan.base.policy_version.path)
         weight = float(load_file(directory / "model.safetensors")["weight"][0])
         assert not plan.at or float((directory / STATE / "weight").read_text()) == weight, "a run goes on from its own state"
-        made.append(FakeFileOptimizer(weight, fails_at=fails_at))
-        return made[-1]
+        optimizers.append(FakeFileOptimizer(weight, fails_at=fails_at))
+        return optimizers[-1]
 
     training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
     training._store = lambda _: None  # a store that is away, without asking
-    return made
+    return optimizers
 
 
 def ledger_of(chosen: Settings) -> Ledger:
@@ -126,29 +126,29 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> list[FakeFileOptimizer]:
 
 
 def statuses(chosen: Any) -> dict[int, str | None]:
-    return {one.version: one.status and one.status.value for one in ledger_of(chosen).versions()}
+    return {version.version: version.status and version.status.value for version in ledger_of(chosen).versions()}
 
 
 def test_finetune_epoch_commits_version_with_files_and_rollouts(tmp_path: Path, base: Path, file: Path, fakes: list[FakeFileOptimizer]):
     chosen = settings(base, tmp_path / "policies")
     done = finetuned(chosen, file)
-    assert [one.version for one in done.versions] == [1, 2, 3]
+    assert [version.version for version in done.versions] == [1, 2, 3]
     ledger = ledger_of(chosen)
-    assert [(one.policy_version.parent, one.status, one.run_id, one.modes) for one in ledger.versions()[1:]] == [
+    assert [(version.policy_version.parent, version.status, version.run_id, version.modes) for version in ledger.versions()[1:]] == [
         (0, VersionStatus.COMMITTED, "run", "train"),
         (1, VersionStatus.COMMITTED, "run", "train"),
         (2, VersionStatus.COMMITTED, "run", "train"),
     ]
     (source,) = find_sources([file])
-    made = file_batch_of(ledger.database, ledger.version(2).policy_version.batch_id)
+    stored = file_batch_of(ledger.database, ledger.version(2).policy_version.batch_id)
     files = (BatchFile("rows.jsonl", source.checksum, source.size, 4),)
-    assert made == FileBatch("sft", run_name(chosen, "sft", [source], again=False), 4, 6, done.plan.digest, files)
+    assert stored == FileBatch("sft", run_name(chosen, "sft", [source], again=False), 4, 6, done.plan.digest, files)
     batch = ledger.batch(ledger.version(3).policy_version.batch_id or "")
-    assert batch == [BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)]
+    assert batch == [BatchRollout(Group("run", "train", "spec", f"g{number}"), f"r{number}", 0, 0) for number in (3, 5, 7, 9)]
     assert weight_of(chosen) == WHOLE
-    (one,) = fakes
-    assert [sorted(a + b) for a, b in zip(one.steps[::2], one.steps[1::2], strict=True)] == [[3, 5, 7, 9]] * 3
-    assert one.steps[:2] != one.steps[2:4], "each epoch has an order of its own"
+    (optimizer,) = fakes
+    assert [sorted(a + b) for a, b in zip(optimizer.steps[::2], optimizer.steps[1::2], strict=True)] == [[3, 5, 7, 9]] * 3
+    assert optimizer.steps[:2] != optimizer.steps[2:4], "each epoch has an order of its own"
     known = {name: value for name, value in ledger.version(3).metrics.items() if not name.startswith("seconds_")}
     assert known == {"loss": 0.5, "grad_norm": 1.0, "tokens": 4.0, "epoch": 3.0, "finetune_step": 6.0, "rows": 4.0}
     assert not (Path(ledger.version(3).policy_version.path) / STATE).exists(), "a whole run goes on nowhere"
@@ -160,9 +160,9 @@ def test_finetune_repeated_does_nothing_without_again(tmp_path: Path, base: Path
     again = finetuned(chosen, file.rename(tmp_path / "renamed.jsonl"))
     assert (again.versions, len(fakes), statuses(chosen)) == ([], 1, dict.fromkeys(range(4), "committed"))
     forced = finetuned(chosen, tmp_path / "renamed.jsonl", again=True)
-    assert [one.version for one in forced.versions] == [4, 5, 6]
+    assert [version.version for version in forced.versions] == [4, 5, 6]
     assert weight_of(chosen) == 2 * WHOLE
-    assert [one.version for one in finetuned(chosen, tmp_path / "renamed.jsonl", again=True).versions] == [7, 8, 9]
+    assert [version.version for version in finetuned(chosen, tmp_path / "renamed.jsonl", again=True).versions] == [7, 8, 9]
     other = settings(base, tmp_path / "policies", epochs=1)
     with pytest.raises(TrainerError, match=r"nothing in renamed\.jsonl can be trained: of 4 rows 4 trained_before"):
         finetuned(other, tmp_path / "renamed.jsonl")
@@ -176,7 +176,7 @@ def test_finetune_of_completed_run_does_nothing_after_other_training(
     finetuned(chosen, write_rows(tmp_path / "some.jsonl", ROWS[:2]), again=True)
     assert (finetuned(chosen, file).versions, len(fakes)) == ([], 2)
     ledger = ledger_of(chosen)
-    lease = ledger.begin([BatchRollout(Group("run", "train", "spec", f"g{one}"), f"r{one}", 0, 0) for one in (3, 5, 7, 9)])
+    lease = ledger.begin([BatchRollout(Group("run", "train", "spec", f"g{number}"), f"r{number}", 0, 0) for number in (3, 5, 7, 9)])
     assert lease, "asked for by trainer.sampling.retrain_finetuned"
     head = newest_version(ledger)
     facts = {"checksum": head.policy_version.checksum, "path": head.policy_version.path}
@@ -192,7 +192,7 @@ def test_finetune_failed_run_resumes_at_last_version(tmp_path: Path, base: Path,
     assert statuses(chosen) == {0: "committed", 1: "committed", 2: "orphaned"}
     assert ledger_of(chosen).batch(ledger_of(chosen).version(2).policy_version.batch_id or "") == [], "its rollouts are named no more"
     resumed = with_fakes()
-    assert [one.version for one in finetuned(chosen, file).versions] == [3, 4]
+    assert [version.version for version in finetuned(chosen, file).versions] == [3, 4]
     assert len(resumed[0].steps) == 4
     assert weight_of(chosen) == WHOLE
 
@@ -218,10 +218,10 @@ def test_finetune_signal_ends_between_steps(tmp_path: Path, base: Path, file: Pa
 def test_finetune_steps_per_version_commits_within_epoch(tmp_path: Path, base: Path, file: Path):
     chosen = settings(base, tmp_path / "policies", steps_per_version=4)
     done = finetuned(chosen, file)
-    assert [one.metrics["finetune_step"] for one in done.versions] == [4.0, 6.0]
-    one = settings(base, tmp_path / "one", steps_per_version=1, epochs=1)
-    finetuned(one, file)
-    ledger = ledger_of(one)
+    assert [version.metrics["finetune_step"] for version in done.versions] == [4.0, 6.0]
+    every_step = settings(base, tmp_path / "one", steps_per_version=1, epochs=1)
+    finetuned(every_step, file)
+    ledger = ledger_of(every_step)
     named = [{row.rollout_id for row in ledger.batch(version.policy_version.batch_id or "")} for version in ledger.versions()[1:]]
     assert [len(rollouts) for rollouts in named] == [2, 2]
     assert named[0] | named[1] == {"r3", "r5", "r7", "r9"}, "a version names what its own steps trained"
@@ -231,10 +231,10 @@ def test_finetune_held_out_rows_are_measured_before_and_after(tmp_path: Path, ba
     chosen = settings(base, tmp_path / "policies", held_out=0.25, epochs=1)
     done = finetuned(chosen, file)
     (held,) = done.plan.examples.held_out
-    assert held.sequences[0].ids[0] not in {one for step in fakes[0].steps for one in step}
-    made = done.versions[0].metrics
-    assert made["held_out_loss_before"] == 1.0
-    assert made["held_out_loss"] == 1.0 / (1.0 + weight_of(chosen))
+    assert held.sequences[0].ids[0] not in {number for step in fakes[0].steps for number in step}
+    metrics = done.versions[0].metrics
+    assert metrics["held_out_loss_before"] == 1.0
+    assert metrics["held_out_loss"] == 1.0 / (1.0 + weight_of(chosen))
 
 
 def test_finetune_other_rows_or_head_start_another_run(tmp_path: Path, base: Path, file: Path):
@@ -264,7 +264,7 @@ def test_finetune_after_rollback_within_run_resumes_there(tmp_path: Path, base: 
     finetuned(chosen, file)
     ledger = ledger_of(chosen)
     ledger.rollback(1)
-    assert [one.version for one in finetuned(chosen, file).versions] == [4, 5]
+    assert [version.version for version in finetuned(chosen, file).versions] == [4, 5]
     assert (weight_of(chosen), ledger.lineage()) == (WHOLE, [0, 1, 4, 5])
 
 
@@ -276,8 +276,8 @@ def test_finetune_restarted_after_rollback_continues_with_its_rows(tmp_path: Pat
         with_fakes(fails_at=2)
         with pytest.raises(RuntimeError, match="caught fire"):
             finetuned(chosen, file)
-        (one,) = ledger.batch(ledger.version(version).policy_version.batch_id or "")
-        trained.append(one.rollout_id)
+        (rollout,) = ledger.batch(ledger.version(version).policy_version.batch_id or "")
+        trained.append(rollout.rollout_id)
         if version == 1:
             ledger.rollback(0)
     left = {3, 5, 7, 9} - {int(trained[0].removeprefix("r"))}
@@ -292,7 +292,7 @@ def test_finetune_excludes_rollouts_trained_by_rl_and_reverse(tmp_path: Path, ba
     with_fakes()
     finetuned(chosen, file)
     ledger = ledger_of(chosen)
-    tuned_groups = {("train", f"g{one}") for one in (3, 5, 7, 9)}
+    tuned_groups = {("train", f"g{number}") for number in (3, 5, 7, 9)}
     assert ledger.finished_groups("run", "spec") == tuned_groups, "whatever rollouts else they have"
     assert ledger.finished_groups("run", "spec", finetuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
@@ -359,9 +359,9 @@ def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> list[int
         committed = ledger.committed_versions()
         assert len(committed) == 3, "two epochs and what they began with"
         assert weight_of(chosen) == WHOLE * 2 / 3, "an epoch was repeated or skipped"
-        here = {one.name for one in (chosen.trainer.directory / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in committed[1:]}, "an uncommitted version was left"
-        batches = [one.policy_version.batch_id for one in ledger.versions() if one.version in committed[1:]]
+        names = {path.name for path in (chosen.trainer.directory / "policy/main").iterdir()}
+        assert names == {f"v{version}" for version in committed[1:]}, "an uncommitted version was left"
+        batches = [version.policy_version.batch_id for version in ledger.versions() if version.version in committed[1:]]
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
     boundaries = list[int]()

@@ -88,18 +88,18 @@ def ask(settings: Settings, text: str, **more: object) -> dict[str, Any]:
 def gap(answer: dict[str, Any], directory: Path) -> float:
     """Largest difference between an answer's logprobs and PEFT's."""
     (choice,) = answer["choices"]
-    ours = [one["logprob"] for one in choice["logprobs"]["content"]]
-    theirs = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
-    return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+    ours = [token["logprob"] for token in choice["logprobs"]["content"]]
+    exact = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
+    return max(abs(own - other) for own, other in zip(ours, exact, strict=True))
 
 
 def test_vllm_adapter_versions_and_rollback_leave_no_stale_cache(adapted: Settings, versions: dict[int, Path]) -> None:
     assert gap(ask(adapted, LONG), versions[0]) < EQUAL
     assert fetch(f"{adapted.gateway.url}/v1/models")["data"][1]["id"] == "policy"
     for version in (1, 2):
-        made = publish(adapted, version, versions[version])
-        assert (made["version"], made["checksum"]) == (version, checksum_directory(versions[version]))
-        assert list(made["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
+        reply = publish(adapted, version, versions[version])
+        assert (reply["version"], reply["checksum"]) == (version, checksum_directory(versions[version]))
+        assert list(reply["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
         answers = [ask(adapted, LONG), ask(adapted, LONG), ask(adapted, "hello"), ask(adapted, LONG, model=None)]
         assert max(gap(answer, versions[version]) for answer in answers) < EQUAL
         assert {answer["model"] for answer in answers} == {"policy"}
@@ -116,17 +116,17 @@ def test_vllm_adapter_publication_moves_calls_in_flight_to_new_version(adapted: 
     """An order to load in place would stick to calls, and the call that began first would bring its own adapter back."""
     assert publish(adapted, 4, versions[4])["version"] == 4
     flying = [Stream(adapted, "tell", max_tokens=900) for _ in range(16)]
-    for one in flying:
-        assert one.first.wait(30)
+    for stream in flying:
+        assert stream.first.wait(30)
     assert publish(adapted, 5, versions[5])["version"] == 5
     beside = [ask(adapted, LONG, max_tokens=4)]
     assert publish(adapted, 6, versions[6])["version"] == 6
     beside_newest = [ask(adapted, LONG, max_tokens=4)]
-    assert not all(one.over.is_set() for one in flying), "they ended before others could meet them"
+    assert not all(stream.over.is_set() for stream in flying), "they ended before others could meet them"
     assert max(gap(answer, versions[5]) for answer in beside) < EQUAL
     assert max(gap(answer, versions[6]) for answer in beside_newest) < EQUAL
-    for one in flying:
-        assert one.over.wait(60)
+    for stream in flying:
+        assert stream.over.wait(60)
     assert held(adapted) == checksum_directory(versions[6])
     through = [stream for stream in flying if [version for _, version in stream.versions] == [4, 5, 6]]
     assert through
@@ -185,12 +185,12 @@ class Stream(threading.Thread):
                 self.prompt = chunk.get("prompt_token_ids") or self.prompt
                 for choice in chunk["choices"]:
                     self.tokens += choice.get("token_ids") or []
-                    self.logprobs += [one["logprob"] for one in (choice.get("logprobs") or {}).get("content") or []]
+                    self.logprobs += [token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or []]
                 if self.tokens:
                     self.first.set()
-                said = chunk.get("spangrad", {})
-                if "versions" in said:
-                    (self.versions,) = said["versions"]
+                facts = chunk.get("spangrad", {})
+                if "versions" in facts:
+                    (self.versions,) = facts["versions"]
         self.over.set()
 
 

@@ -67,7 +67,7 @@ def run(case: Case, address: str, *arguments: str) -> list[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Settings, name: str) -> None:
     rollout = f"clients-{name}"
-    said = run(CASES[name], f"{gateway.gateway.url}/rollout/{rollout}/attempt/0", "whole", "paris", "stream", "rome")
+    answers = run(CASES[name], f"{gateway.gateway.url}/rollout/{rollout}/attempt/0", "whole", "paris", "stream", "rome")
 
     direct = [
         fetch(
@@ -76,7 +76,7 @@ def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Setti
         )
         for city in ("paris", "rome")
     ]
-    assert said == [answer["choices"][0]["message"]["content"] for answer in direct]
+    assert answers == [answer["choices"][0]["message"]["content"] for answer in direct]
 
     client = connect(gateway.store)
     query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq"
@@ -84,12 +84,12 @@ def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Setti
     rows = list(client.query(query).named_results())
     assert [tuple(row[name] for name in FACTS) for row in rows] == [expected(answer) for answer in direct]
     for row, answer in zip(rows, direct, strict=True):
-        assert row["Logprobs"] == pytest.approx([one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]], abs=1e-5)
+        assert row["Logprobs"] == pytest.approx([token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]], abs=1e-5)
 
 
 def expected(answer: dict[str, Any]) -> tuple[Any, ...]:
     """What `calls` must hold of an answer that vLLM gave directly."""
-    said = answer["spangrad"]
+    extension = answer["spangrad"]
     ids = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
-    (((start, version),),) = said["versions"]
-    return (*ids, "engine", [start], [version], said["tokenizer_hash"], 0.0, 200, False)
+    (((start, version),),) = extension["versions"]
+    return (*ids, "engine", [start], [version], extension["tokenizer_hash"], 0.0, 200, False)

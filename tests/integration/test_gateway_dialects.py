@@ -80,14 +80,14 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
 
     def of_rollout(rollout: str, expected: int) -> list[dict[str, Any]]:
         query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq, ChoiceIndex"
-        found: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
 
         def arrived() -> bool:
-            found[:] = client.query(query).named_results()
-            return len(found) >= expected
+            calls[:] = client.query(query).named_results()
+            return len(calls) >= expected
 
         wait_until(arrived, 10, "the calls' rows", poll_seconds=0.2)
-        return found
+        return calls
 
     return of_rollout
 
@@ -131,9 +131,9 @@ def test_gateway_dialect_answers_as_vllm_and_records_ids(
         assert status == 200
     prompts, responses = engine_ids(bare, path, dict(asked))
     choices = len(responses)
-    found = rows(f"dialect-{name}", 2 * choices)
-    assert [row["ChoiceIndex"] for row in found] == [*range(choices)] * 2
-    for row in found:
+    calls = rows(f"dialect-{name}", 2 * choices)
+    assert [row["ChoiceIndex"] for row in calls] == [*range(choices)] * 2
+    for row in calls:
         expected = ([], []) if name == "completions-echo" else (prompts[row["ChoiceIndex"]], responses[row["ChoiceIndex"]])
         assert (row["PromptIds"], row["ResponseIds"]) == expected
         assert len(row["Logprobs"]) == len(row["ResponseIds"])

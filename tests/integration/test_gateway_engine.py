@@ -42,10 +42,10 @@ def settings(model: Path | None, cache: Path, **flags: object) -> Settings:
 
 
 def test_engine_command_has_arguments_of_training(model: Path, tmp_path: Path) -> None:
-    wanted = settings(
+    chosen = settings(
         model, tmp_path, dtype="float32", max_model_len=128, kv_cache_bytes=1024, enforce_eager=True, extra_args=["--seed", "1"], port=9
     )
-    assert command(wanted, model) == [
+    assert command(chosen, model) == [
         *(sys.executable, "-m", "gateway.vllm_plugin.launch", "serve", str(model)),
         *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", "9", "--dtype", "float32"),
         *("--hf-overrides", '{"head_dtype": "float32"}', "--max-model-len", "128"),
@@ -60,12 +60,12 @@ def test_engine_command_has_arguments_of_training(model: Path, tmp_path: Path) -
 def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    found = environment(settings(model, tmp_path, version=7), model)
-    assert "VLLM_CPU_KVCACHE_SPACE" not in found
-    packages = Path(found["PYTHONPATH"])
-    assert sorted(one.name for one in packages.iterdir()) == ["gateway", "spangrad"]
+    variables = environment(settings(model, tmp_path, version=7), model)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in variables
+    packages = Path(variables["PYTHONPATH"])
+    assert sorted(package.name for package in packages.iterdir()) == ["gateway", "spangrad"]
     assert (packages / "gateway" / "vllm_plugin" / "launch.py").exists()
-    ours = {name: found[name] for name in found if name.startswith(("VLLM_", "SPANGRAD_", "HF_"))}
+    ours = {name: variables[name] for name in variables if name.startswith(("VLLM_", "SPANGRAD_", "HF_"))}
     assert ours == {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CACHE_ROOT": str(tmp_path),
@@ -83,34 +83,34 @@ def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, 
 def test_engine_with_lora_rank_serves_zero_adapter(model: Path, tmp_path: Path) -> None:
     weights = {"model.layers.0.self_attn.q_proj.weight": np.ones((6, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
     save_file(weights, model / "model.safetensors")
-    wanted = settings(model, tmp_path, lora_rank=9, port=9)
+    chosen = settings(model, tmp_path, lora_rank=9, port=9)
     bare = tmp_path / "zero-adapter-9"
-    words = command(wanted, model)
-    told = {name: words[words.index(name) + 1] for name in ("--served-model-name", "--max-lora-rank", "--max-loras", "--lora-modules")}
-    assert told == {
+    words = command(chosen, model)
+    options = {name: words[words.index(name) + 1] for name in ("--served-model-name", "--max-lora-rank", "--max-loras", "--lora-modules")}
+    assert options == {
         "--served-model-name": "policy-base",
         "--max-lora-rank": "16",
         "--max-loras": "1",
         "--lora-modules": f"policy={bare}",
     }
     assert "--enable-lora" in words
-    found = environment(wanted, model)
-    assert (found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], found["SPANGRAD_ENGINE__LORA_RANK"]) == ("1", "9")
-    assert found["SPANGRAD_ZERO_ADAPTER"] == str(bare)
-    write_zero_adapter(wanted.engine, model)
+    variables = environment(chosen, model)
+    assert (variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], variables["SPANGRAD_ENGINE__LORA_RANK"]) == ("1", "9")
+    assert variables["SPANGRAD_ZERO_ADAPTER"] == str(bare)
+    write_zero_adapter(chosen.engine, model)
     layer = "base_model.model.model.layers.0.self_attn.q_proj"
     zeros = load_file(bare / "adapter_model.safetensors")
-    assert {name: one.shape for name, one in zeros.items()} == {f"{layer}.lora_A.weight": (1, 4), f"{layer}.lora_B.weight": (6, 1)}
-    assert not any(one.any() for one in zeros.values())
+    assert {name: tensor.shape for name, tensor in zeros.items()} == {f"{layer}.lora_A.weight": (1, 4), f"{layer}.lora_B.weight": (6, 1)}
+    assert not any(tensor.any() for tensor in zeros.values())
     assert checksum_directory(bare) == checksum_directory(model), "it changes nothing"
 
 
 def test_engine_transfer_setting_selects_weight_transfer_backend(model: Path, tmp_path: Path) -> None:
     for carrier, backend in (("http", "spangrad_http"), ("nccl", "nccl")):
-        wanted = settings(model, tmp_path, transfer=carrier)
-        words = command(wanted, model)
+        chosen = settings(model, tmp_path, transfer=carrier)
+        words = command(chosen, model)
         assert json.loads(words[words.index("--weight-transfer-config") + 1]) == {"backend": backend}
-        assert environment(wanted, model)["SPANGRAD_ENGINE__TRANSFER"] == carrier
+        assert environment(chosen, model)["SPANGRAD_ENGINE__TRANSFER"] == carrier
 
 
 def test_engine_with_impossible_weight_sync_method_raises(model: Path, tmp_path: Path) -> None:

@@ -202,16 +202,16 @@ async def test_follower_that_is_stopped_holds_no_publication_back_for_long(tmp_p
         assert {version for rollout, (version, _) in recorded.items() if rollout[0] == "1"} <= {1, 2}
 
 
-async def kill(running: Gateways, dice: Random, kills: int) -> None:
+async def kill(running: Gateways, chance: Random, kills: int) -> None:
     """Kill one of the gateways at random while versions are published, and publish until that succeeds again."""
     async with running.load():
         for number in range(kills):
-            publishing = asyncio.create_task(running.publish(0, **dice.choice(WAYS)))
-            await asyncio.sleep(dice.uniform(0, 0.1))
+            publishing = asyncio.create_task(running.publish(0, **chance.choice(WAYS)))
+            await asyncio.sleep(chance.uniform(0, 0.1))
             await running.restart(number % 2)
             await publishing
             async with asyncio.timeout(30):
-                while await running.publish(dice.randrange(2), **dice.choice(WAYS)) != 200:  # noqa: ASYNC110 - there is no event
+                while await running.publish(chance.randrange(2), **chance.choice(WAYS)) != 200:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.1)
             await running.whole()
     assert mislabelled(await running.recorded()) == {}

@@ -56,7 +56,7 @@ def backends(settings: Settings) -> list[dict[str, Any]]:
 
 
 def statuses(settings: Settings) -> list[str]:
-    return [one["status"] for one in backends(settings)]
+    return [backend["status"] for backend in backends(settings)]
 
 
 def order(settings: Settings, to: str, /, **body: object) -> dict[str, Any]:
@@ -96,24 +96,24 @@ def test_publication_with_calls_in_flight_records_version_of_every_token(
     for caller in callers:
         caller.start()
     wait_until(lambda: len(answers) >= 6, 60, "the first answers")
-    told = publish(pair, other, before + 1, order=how)
+    publication = publish(pair, other, before + 1, order=how)
     published.set()
     for caller in callers:
         caller.join()
-    assert told["backends"] == {"policy-0": "serving", "policy-1": "serving"}
+    assert publication["backends"] == {"policy-0": "serving", "policy-1": "serving"}
     assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["length"] * len(answers)
-    found = rows(pair, f"{how}-%", len(answers))
-    assert len(found) == len(answers)
+    recorded = rows(pair, f"{how}-%", len(answers))
+    assert len(recorded) == len(answers)
     spanning = 0
-    for row in found:
+    for row in recorded:
         starts, versions = row["Versions.Start"], row["Versions.Version"]
         assert versions in ([before], [before, before + 1], [before + 1])
         spanning += len(versions) > 1
         for begin, end, version in zip(starts, [*starts[1:], None], versions, strict=True):
             assert reference.agrees(row, version)[begin:end].all(), (row["Seq"], begin, version)
-    assert {row["Versions.Version"][-1] for row in found} == {before, before + 1}
+    assert {row["Versions.Version"][-1] for row in recorded} == {before, before + 1}
     assert spanning
-    assert all(one["calls"] for one in backends(pair))
+    assert all(backend["calls"] for backend in backends(pair))
 
     # Back to what was served before, which is what the next test begins with.
     back = order(pair, "policies/policy/rollback")

@@ -41,9 +41,9 @@ def settings(engine: int, store: str, spill: Path, **flags: object) -> Settings:
     return load_settings({**values, **flags}, env={})
 
 
-def started(wanted: Settings, log: Path) -> Child:
-    child = start("gateway.server", wanted, log)
-    wait_until(lambda: fetch(f"{wanted.gateway.url}/healthz") == {"status": "up"}, 20, "the gateway", [child], poll_seconds=0.05)
+def started(chosen: Settings, log: Path) -> Child:
+    child = start("gateway.server", chosen, log)
+    wait_until(lambda: fetch(f"{chosen.gateway.url}/healthz") == {"status": "up"}, 20, "the gateway", [child], poll_seconds=0.05)
     return child
 
 
@@ -53,12 +53,12 @@ async def test_gateway_signal_ends_in_time_with_every_span_delivered(number: sig
     with OtlpSink() as store:
         async with engine.running():
             # Spans are held back for long, so that only the end can send them.
-            wanted = settings(engine.port, store.url, tmp_path / "spill", **{"gateway.export_delay_seconds": 60})
-            child = await asyncio.to_thread(started, wanted, tmp_path / "log")
-            await asyncio.to_thread(fetch, f"{wanted.gateway.url}/v1/chat/completions", ASKED)
+            chosen = settings(engine.port, store.url, tmp_path / "spill", **{"gateway.export_delay_seconds": 60})
+            child = await asyncio.to_thread(started, chosen, tmp_path / "log")
+            await asyncio.to_thread(fetch, f"{chosen.gateway.url}/v1/chat/completions", ASKED)
             engine.go_on.clear()
             engine.arrived.clear()
-            in_flight = asyncio.create_task(asyncio.to_thread(fetch, f"{wanted.gateway.url}/v1/chat/completions", ASKED))
+            in_flight = asyncio.create_task(asyncio.to_thread(fetch, f"{chosen.gateway.url}/v1/chat/completions", ASKED))
             await engine.arrived.wait()
             assert store.spans == []
             began = time.monotonic()
@@ -74,14 +74,14 @@ async def test_gateway_restarted_sends_spill_of_earlier_process(number: signal.S
     (port,) = free_ports(1)
     engine = FakeEngine()
     async with engine.running():
-        wanted = settings(engine.port, f"http://127.0.0.1:{port}", tmp_path / "spill")
-        child = await asyncio.to_thread(started, wanted, tmp_path / "log")
-        await asyncio.to_thread(fetch, f"{wanted.gateway.url}/rollout/r1/attempt/0/v1/chat/completions", ASKED)
+        chosen = settings(engine.port, f"http://127.0.0.1:{port}", tmp_path / "spill")
+        child = await asyncio.to_thread(started, chosen, tmp_path / "log")
+        await asyncio.to_thread(fetch, f"{chosen.gateway.url}/rollout/r1/attempt/0/v1/chat/completions", ASKED)
         child.process.send_signal(number)
         assert await asyncio.to_thread(child.process.wait, 5) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         assert re.search(r"WARNING \d+ bytes of spans wait in .*spill for the next gateway", child.tail()) or number == signal.SIGKILL
         with OtlpSink(port) as store:
-            child = await asyncio.to_thread(started, wanted, tmp_path / "log")
+            child = await asyncio.to_thread(started, chosen, tmp_path / "log")
             await asyncio.to_thread(store.wait_for, lambda: bool(store.spans))
             child.process.terminate()
             assert await asyncio.to_thread(child.process.wait, 5) == 0

@@ -16,7 +16,7 @@ def all_of(kept: Spill, limit: int = 2**20) -> tuple[list[bytes], int]:
     place, damaged = kept.begin, 0
     while place < kept.end:
         piece = kept.extent(place).read(limit)
-        spans += [one.span for one in piece.spans]
+        spans += [record.span for record in piece.spans]
         place, damaged = piece.end, damaged + piece.damaged
     return spans, damaged
 
@@ -47,7 +47,7 @@ def test_spill_after_kill_holds_every_appended_span(tmp_path: Path) -> None:
             for _ in range(200):
                 writer.stdout.readline()
             writer.send_signal(signal.SIGKILL)
-            said = 199 + len(writer.stdout.read().splitlines())
+            reported = 199 + len(writer.stdout.read().splitlines())
         spans = reopened(directory)
         assert spans == [b"%d " % number * 5000 for number in range(len(spans))]
-        assert len(spans) >= said + 1
+        assert len(spans) >= reported + 1

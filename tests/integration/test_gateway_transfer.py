@@ -73,8 +73,8 @@ def checked(settings: Settings, weights: Named, model: Path, directory: Path) ->
     held.save_pretrained(directory)
     answer = fetch(settings.gateway.url + CHAT, {**GREEDY, "logprobs": True, "return_token_ids": True})
     (choice,) = answer["choices"]
-    theirs = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
-    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(theirs, abs=2e-5)
+    expected = logprobs_of(directory, answer["prompt_token_ids"], choice["token_ids"])
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(expected, abs=2e-5)
 
 
 def policy(settings: Settings) -> dict[str, Any]:
@@ -94,11 +94,11 @@ def test_weight_transfer_with_calls_in_flight_publishes_versions(
         caller.start()
     for number, factor in ((1, 1.1), (2, 0.9)):
         weights = weights_times(tiny_model, factor)
-        made = version_of(number, weights, tmp_path / f"v{number}")
+        version = version_of(number, weights, tmp_path / f"v{number}")
         (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
-        assert publisher.publish(made, weights=source_of(weights)) > 0
+        assert publisher.publish(version, weights=source_of(weights)) > 0
         assert list(publisher.stages) == ["files", *STEPS]
-        assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, made.checksum)
+        assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, version.checksum)
         checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
     for caller in callers:
         caller.join()
@@ -110,20 +110,20 @@ def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
 ) -> None:
     number = policy(taking)["version"] + 1
     weights = weights_times(tiny_model, 1.2)
-    made = version_of(number, weights, tmp_path / "version")
+    version = version_of(number, weights, tmp_path / "version")
     others = weights_times(tiny_model, 1.3)
     with pytest.raises(GatewayError, match="the trainer has weights with checksum"):
-        publisher.publish(made, weights=source_of(others))
+        publisher.publish(version, weights=source_of(others))
     assert policy(taking)["status"] == "serving", "the engine was not touched"
     lacking = {name: value for name, value in weights.items() if name != "lm_head.weight"}
     for sent, step in ((others, "checksum"), (lacking, "(transfer|checksum)")):
         faulty = WeightsSender(TrainerSettings(), lambda parts, sent=sent: OtherWords(parts, lambda _: sent))
         with pytest.raises(GatewayError, match=rf"publication of version {number} failed at {step}"):
-            Publisher(taking.gateway, sender=faulty).publish(made, weights=source_of(weights))
+            Publisher(taking.gateway, sender=faulty).publish(version, weights=source_of(weights))
         faulty.close()
         assert policy(taking)["status"] == "down"
     assert fetch(taking.gateway.url + CHAT, GREEDY)["error"]["type"] == "engine_down"
-    assert publisher.publish(made) > 0, "from the files"
+    assert publisher.publish(version) > 0, "from the files"
     assert publisher.stages["reload"] > 0
     checked(taking, weights, tiny_model, tmp_path / "whole")
     later = version_of(number + 1, others, tmp_path / "later")
@@ -138,14 +138,14 @@ def test_weight_transfer_whose_sender_left_keeps_old_version(
 ) -> None:
     before = policy(taking)
     weights = weights_times(tiny_model, 1.4)
-    made = version_of(before["version"] + 9, weights, tmp_path / "version")
-    body = {"version": made.version, "path": made.path, "checksum": made.checksum}
-    for sender, said in (
+    version = version_of(before["version"] + 9, weights, tmp_path / "version")
+    body = {"version": version.version, "path": version.path, "checksum": version.checksum}
+    for sender, message in (
         ({"url": "http://127.0.0.1:9", "token": "x"}, "does not answer"),
         ({"url": publisher._sender.url, "token": "wrong"}, "another token is needed"),
         ({"url": publisher._sender.url, "token": publisher._sender.token}, "no version is being published"),
     ):
         answer = fetch(f"{taking.gateway.url}/admin/policies/policy/versions", {**body, "sender": sender})
-        assert said in answer["error"]["message"]
+        assert message in answer["error"]["message"]
         assert policy(taking) == before, "the sender is asked for its sums before the engine is touched"
         assert fetch(taking.gateway.url + CHAT, GREEDY)["choices"]

@@ -83,7 +83,7 @@ def test_vllm_plugin_in_direct_mode_answers_with_ids(engine: Settings, tiny_mode
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
     stream = chunks(post(engine.gateway.engine_url + CHAT, {**GREEDY, "stream": True, "stream_options": {"include_usage": True}}))
     assert stream[0]["prompt_token_ids"] == answer["prompt_token_ids"]
-    assert [one for chunk in stream for part in chunk["choices"] for one in part.get("token_ids") or []] == choice["token_ids"]
+    assert [token_id for chunk in stream for part in chunk["choices"] for token_id in part.get("token_ids") or []] == choice["token_ids"]
     assert [chunk.get("spangrad") for chunk in stream] == [incomplete, *[None] * (len(stream) - 2), facts]
     completion = fetch(f"{engine.gateway.engine_url}/v1/completions", {"model": "policy", "prompt": "say rome", "max_tokens": 2})
     (choice,) = completion["choices"]
@@ -124,8 +124,8 @@ def test_gateway_answer_equals_that_of_vllm(gateway: Settings, engine: Settings,
         if not wants_ids and "prompt_token_ids" in answer:
             answer["prompt_token_ids"] = None
         for choice in answer["choices"]:
-            for name, wanted in (("token_ids", wants_ids), ("logprobs", wants_logprobs)):
-                if name in choice and not wanted:
+            for name, is_wanted in (("token_ids", wants_ids), ("logprobs", wants_logprobs)):
+                if name in choice and not is_wanted:
                     choice[name] = None
         return same(answer)
 
@@ -133,7 +133,7 @@ def test_gateway_answer_equals_that_of_vllm(gateway: Settings, engine: Settings,
     assert same(fetch(through, asked)) == bare(fetch(direct, asked))
     streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
     assert merged([same(chunk) for chunk in chunks(post(through, streamed))]) == merged(
-        [bare(one) for one in chunks(post(direct, streamed))]
+        [bare(chunk) for chunk in chunks(post(direct, streamed))]
     )
 
 
@@ -183,7 +183,7 @@ def test_gateway_calls_are_stored_with_tokens_of_engine(gateway: Settings, engin
     whole, stream, first, second = rows("store-1", 3)
     for row in (whole, stream):
         assert {name: row[name] for name in expected} == expected
-        assert row["Logprobs"] == pytest.approx([one["logprob"] for one in choice["logprobs"]["content"]], abs=1e-6)
+        assert row["Logprobs"] == pytest.approx([token["logprob"] for token in choice["logprobs"]["content"]], abs=1e-6)
     assert [(row["ChoiceIndex"], row["PromptIds"], row["TopK"]) for row in (first, second)] == [
         (0, direct["prompt_token_ids"], 5),
         (1, direct["prompt_token_ids"], 5),
@@ -226,11 +226,11 @@ def test_logprobs_at_temperature_0_7_are_of_sampled_distribution(engine: Setting
     def distribution(temperature: float) -> dict[str, float]:
         answer = fetch(engine.gateway.engine_url + CHAT, {**everything, "temperature": temperature})
         top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        return {one["token"]: one["logprob"] for one in top}
+        return {candidate["token"]: candidate["logprob"] for candidate in top}
 
-    one = distribution(1.0)
-    assert len(one) == 15
-    scaled = {token: value / 0.7 for token, value in one.items()}
+    unscaled = distribution(1.0)
+    assert len(unscaled) == 15
+    scaled = {token: value / 0.7 for token, value in unscaled.items()}
     norm = log(sum(2.718281828459045**value for value in scaled.values()))
     assert distribution(0.7) == pytest.approx({token: value - norm for token, value in scaled.items()}, abs=1e-4)
 
@@ -280,9 +280,9 @@ def test_publication_with_calls_in_flight_completes_them(gateway: Settings, tiny
     for caller in callers:
         caller.join()
     assert [answer["usage"]["completion_tokens"] for answer in answers] == [110] * 12
-    found = rows("flight-1", 12)
-    assert {tuple(row["Versions.Version"]) for row in found} <= {(version,), (version, version + 1), (version + 1,)}
-    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in found)
+    recorded = rows("flight-1", 12)
+    assert {tuple(row["Versions.Version"]) for row in recorded} <= {(version,), (version, version + 1), (version + 1,)}
+    assert all(len(row["ResponseIds"]) == len(row["Logprobs"]) == 110 for row in recorded)
 
 
 def test_closed_attempts_leave_no_sequence_in_engine(gateway: Settings, engine: Settings) -> None:
@@ -434,7 +434,7 @@ def perturbed(model: Path, directory: Path) -> Path:
 
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
-    return [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+    return [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]]
 
 
 def reference_logprobs(model: Path, answer: dict[str, Any]) -> list[float]:

@@ -43,12 +43,12 @@ async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> N
     math = CallableAgent("solver:solve", "solver:judge", directory=tmp_path, on_failure="solver:rescue")
     code = CommandAgent(("sh", "-c", "read given; echo compiling >&2; echo 0.5"), directory=tmp_path)
     handlers = {"math": HandlerSettings(empty_reward=-1.0, concurrency=2, max_calls=7), "code": HandlerSettings()}
-    with runner_services(tmp_path, concurrency=4, max_attempts=2, handlers=handlers) as here:
+    with runner_services(tmp_path, concurrency=4, max_attempts=2, handlers=handlers) as services:
         tasks = [Task(name, name, data_source="math") for name in ("raise", "give up", "empty", "garbled", "four")]
         tasks += [Task("sh", "sh", data_source="code"), Task("else", 1, data_source="chess"), Task("unnamed", 1)]
-        async with Runner(here.settings, {"math": math, "code": code}) as runner:
+        async with Runner(services.settings, {"math": math, "code": code}) as runner:
             outcomes = {each.task_id: each for each in await runner.run(tasks, mode=Mode.TRAIN, group_size=1)}
-        roots = {root[semconv.TASK_ID]: root for root in here.roots().values()}
+        roots = {root[semconv.TASK_ID]: root for root in services.roots().values()}
     assert {name: each.reward for name, each in outcomes.items()} == {
         "raise": {"reward": 1.0, "judged": 4.0},
         "give up": {"reward": 0.0},
@@ -70,7 +70,7 @@ async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> N
     assert str(roots["raise"][semconv.ROLLOUT_LOG]).startswith("solving raise\n")
     assert "LookupError: lost" in str(roots["raise"][semconv.ROLLOUT_LOG])
     ran = {name: each.key.rollout_id for name, each in outcomes.items() if each.failure != "no_handler"}
-    announced = {name: here.gateway.announced[rollout, 0]["limits"] for name, rollout in ran.items()}
+    announced = {name: services.gateway.announced[rollout, 0]["limits"] for name, rollout in ran.items()}
     assert {name: limits.get("max_calls") for name, limits in announced.items()} == {**dict.fromkeys(announced, 7), "sh": None}
 
 
@@ -95,10 +95,10 @@ async def test_slots_of_a_handler_are_shared_by_the_processes_of_its_worker(tmp_
     (tmp_path / "counted.py").write_text(COUNTED)
     agent = CallableAgent("counted:together", directory=tmp_path)
     handlers = {"math": HandlerSettings(workers=3, concurrency=2)}
-    with runner_services(tmp_path, workers=1, concurrency=8, max_attempts=1, handlers=handlers) as here:
-        async with Runner(here.settings, {"math": agent}) as made:
+    with runner_services(tmp_path, workers=1, concurrency=8, max_attempts=1, handlers=handlers) as services:
+        async with Runner(services.settings, {"math": agent}) as runner:
             tasks = [Task(str(number), str(number), data_source="math") for number in range(8)]
-            outcomes = await made.run(tasks, mode=Mode.TRAIN, group_size=1)
+            outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
     rewards = [outcome.reward or {} for outcome in outcomes]
     assert {str(reward["together"]) for reward in rewards} <= {"1.0", "2.0"}
     assert len({str(reward["process"]) for reward in rewards}) == 2, "no process is started without a slot"
@@ -107,10 +107,10 @@ async def test_slots_of_a_handler_are_shared_by_the_processes_of_its_worker(tmp_
 async def test_handlers_limit_the_time_of_their_agents(tmp_path: Path) -> None:
     agent = CommandAgent(("sh", "-c", "sleep 1; echo 0.5"), directory=tmp_path)
     handlers = {"slow": HandlerSettings(), "hurried": HandlerSettings(timeout_seconds=0.2)}
-    with runner_services(tmp_path, max_attempts=1, handlers=handlers) as here:
-        async with Runner(here.settings, dict.fromkeys(handlers, agent)) as made:
+    with runner_services(tmp_path, max_attempts=1, handlers=handlers) as services:
+        async with Runner(services.settings, dict.fromkeys(handlers, agent)) as runner:
             tasks = [Task(name, name, data_source=name) for name in handlers]
-            outcomes = {each.task_id: each.failure for each in await made.run(tasks, mode=Mode.TRAIN, group_size=1)}
+            outcomes = {each.task_id: each.failure for each in await runner.run(tasks, mode=Mode.TRAIN, group_size=1)}
     assert outcomes == {"slow": None, "hurried": "timeout"}
 
 

@@ -29,9 +29,9 @@ def test_inspect_every_fixture_builds_with_nothing_unaccounted(tmp_path: Path) -
     page = tmp_path / "fixtures.md"
     answer = inspect("tests/fixtures/spans", "--page", str(page))
     assert answer.returncode == 0, answer.stderr
-    made = page.read_text().replace(str(page), "docs/reference/fixtures.md")
-    assert made == (ROOT / "docs" / "reference" / "fixtures.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines() if line.startswith("| `")]
+    text = page.read_text().replace(str(page), "docs/reference/fixtures.md")
+    assert text == (ROOT / "docs" / "reference" / "fixtures.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| `")]
     assert {row[0].strip("`") for row in rows} == {file.name for file in (ROOT / "tests/fixtures/spans").glob("*.jsonl")}
     for name, spans, calls, transitions, drops, unaccounted in rows:
         dropped = sum(int(part.split()[0]) for part in drops.split(", "))
@@ -55,8 +55,8 @@ def test_inspect_spans_twice_in_random_order_gives_same_counts(tmp_path: Path) -
         random.shuffle(spans)
         requests = [json.dumps({"resourceSpans": spans[at : at + 20]}) for at in range(0, len(spans), 20)]
         (tmp_path / file.name).write_text("\n".join(requests) + "\n")
-    made = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
-    assert made in (ROOT / "docs" / "reference" / "fixtures.md").read_text()
+    table = markdown(examine(sorted(tmp_path.glob("*.jsonl")), Settings()))
+    assert table in (ROOT / "docs" / "reference" / "fixtures.md").read_text()
 
 
 def test_inspect_unrecorded_frameworks_are_found_in_store_without_runner(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_inspect_unrecorded_frameworks_are_found_in_store_without_runner(tmp_pat
         for row in spans.spans:
             row |= {"RolloutKeySource": "trace"}
         (tmp_path / f"{name}.jsonl").write_bytes(spans.otlp())
-    found = {row.file.removesuffix(".jsonl"): row for row in examine(sorted(tmp_path.glob("*.jsonl")), Settings())}
-    assert {name: (row.calls, set(row.drops), row.unaccounted) for name, row in found.items()} == {
+    rows = {row.file.removesuffix(".jsonl"): row for row in examine(sorted(tmp_path.glob("*.jsonl")), Settings())}
+    assert {name: (row.calls, set(row.drops), row.unaccounted) for name, row in rows.items()} == {
         name: (run.calls, run.reasons, 0) for name, run in frameworks.items()
     }
 

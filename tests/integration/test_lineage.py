@@ -48,7 +48,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
     world.group("d", [1.0, 0.0], Policy=run)
     fork.run(follow=False)
 
-    found = of_version(world.client, run, 3, None, 2)
+    lineage = of_version(world.client, run, 3, None, 2)
 
     def rollout(group: str, i: int, *, dropped: bool = False) -> BatchRolloutRow:
         name = f"{group}-{i}"
@@ -59,7 +59,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
         facts = ("committed", parent, "main" if parent is not None else "", batches[version], run, "train" if groups else "")
         return Ancestor("main", version, *facts, checksums[version], paths[version], groups, rollouts, batch_rollouts=shown)
 
-    assert found == VersionLineage(
+    assert lineage == VersionLineage(
         run,
         [
             ancestor(3, 1, 1, 2, [rollout("c", 0), rollout("c", 1)]),
@@ -67,12 +67,12 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
             ancestor(0, None, 0, 0, None),
         ],
     )
-    assert version_text(found)[:2] == [
+    assert version_text(lineage)[:2] == [
         f"{run}@3 on branch main, committed, from {run}@1, batch {batches[3]}: 1 groups, 2 rollouts of run {run} (train)",
         f"  checksum {checksums[3]}, {paths[3]}",
     ]
-    assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was built" in version_text(found)
-    assert f"    span TraceId-{run}-a-0/SpanId-{run}-a-0, call CallId-{run}-a-0" in version_text(found)
+    assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was built" in version_text(lineage)
+    assert f"    span TraceId-{run}-a-0/SpanId-{run}-a-0, call CallId-{run}-a-0" in version_text(lineage)
 
     of_the_fork = of_version(world.client, run, 4, None, 0)
     assert [(one.branch, one.version, one.batch_rollouts) for one in of_the_fork.ancestors] == [
@@ -121,8 +121,8 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
     with pytest.raises(StoreError, match="holds no span x/y of a rollout"):
         of_span(world.client, "x", "y")
 
-    said = spangrad(settings, "lineage", f"{run}@3", "--depth", "2", "--json")
-    assert json.loads(said) == json.loads(json.dumps(found.as_json()))
+    printed = spangrad(settings, "lineage", f"{run}@3", "--depth", "2", "--json")
+    assert json.loads(printed) == json.loads(json.dumps(lineage.as_json()))
     assert spangrad(settings, "lineage", "--span", f"TraceId-{run}-a-0/SpanId-{run}-a-0").splitlines() == span_text(back)
     trainer.ledger.close()
     fork.ledger.close()

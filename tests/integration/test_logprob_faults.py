@@ -190,8 +190,8 @@ def test_logprob_check_after_restart_refuses_fault_beyond_drift(tiny_model: Path
     """No earlier weights are held yet: a row of the version before may differ by the drift of one version, and no more."""
     policy = LaggingPolicy(tiny_model, trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
     policy.versions.append(policy.versions[0])
-    sound = policy.batch(policy.sample(policy.versions[0]), behind=1)
-    assert "held_gap_mean_behind_1" not in policy.engine.step(sound)
+    batch = policy.batch(policy.sample(policy.versions[0]), behind=1)
+    assert "held_gap_mean_behind_1" not in policy.engine.step(batch)
 
     policy = LaggingPolicy(tiny_model, trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1), torch.float32)
     policy.versions.append(policy.versions[0])

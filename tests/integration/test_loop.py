@@ -223,13 +223,13 @@ def test_loop_builds_nothing_partial_while_gateway_spans_are_delayed(
         began = time.monotonic()
         outcomes = roll_out(settings, ASK, TASKS, tmp_path)
         assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 1)] * 8
-        looks = 0
+        checks = 0
         while time.monotonic() - began < seconds - 1:
             build_once(settings)
             assert ask(settings, "SELECT count() FROM spangrad.builds WHERE RunId = {run:String}") == [(0,)]
-            looks += 1
+            checks += 1
             time.sleep(1)
-        assert looks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
+        assert checks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
         assert ask(settings, "SELECT countIf(Final) FROM spangrad.attempts WHERE RunId = {run:String}") == [(8,)]
         build_all(settings, 8, timeout_seconds=seconds + 30)
     built = ask(settings, "SELECT count(), uniqExact(RolloutId) FROM spangrad.transitions WHERE RunId = {run:String}")
@@ -264,8 +264,8 @@ def test_loop_trains_train_rollouts_only_and_serves_new_version(fresh: Settings,
     assert (temperature, steps) == ([0.7], 1)
     assert 0 < gap < 1e-3
     spans = {span for (span,) in ask(settings, "SELECT SpanId FROM spangrad.calls WHERE RunId = {run:String} AND Mode = 'train'")}
-    mine = "(SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String})"
-    lineage = ask(settings, f"SELECT SpanId FROM spangrad.lineage WHERE Version = 1 AND RolloutId IN {mine}")
+    batched = "(SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String})"
+    lineage = ask(settings, f"SELECT SpanId FROM spangrad.lineage WHERE Version = 1 AND RolloutId IN {batched}")
     assert {span for (span,) in lineage} == spans
     served = f"{settings.gateway.url}/admin/policies/policy"
     assert fetch(served)["version"] == 1
@@ -337,7 +337,7 @@ def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Setting
     tasks = [Task(name or "well", {"city": "lima", "fails": name}) for name in fails]
     agent = CommandAgent((sys.executable, "-c", FAILS), directory=AGENTS)
     outcomes = {outcome.task_id: outcome for outcome in roll_out(settings, agent, tasks, tmp_path, size=1)}
-    assert {name: (one.failure, one.reward, one.calls, one.key.attempt) for name, one in outcomes.items()} == {
+    assert {name: (outcome.failure, outcome.reward, outcome.calls, outcome.key.attempt) for name, outcome in outcomes.items()} == {
         "context_overflow": ("context_overflow", {"reward": -0.5}, 2, 0),
         "timeout": ("timeout", {"reward": -1.0}, 1, 0),
         "exit_code": ("exit_code", None, 1, 1),
@@ -361,7 +361,7 @@ def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Setting
         loaded = source.load(source.ready())
     finally:
         client.close()
-    assert {names[one.rollout_id]: one.failure for one in loaded.rollouts} == {name or "well": name for name in fails}
+    assert {names[rollout.rollout_id]: rollout.failure for rollout in loaded.rollouts} == {name or "well": name for name in fails}
     trained = dict(loaded.transitions.select("RolloutId", "Rewards.Value").rows())
     assert {names[rollout]: values for rollout, values in trained.items()} == {"context_overflow": [-0.5], "timeout": [-1.0], "well": [1.0]}
     assert failed_shares(loaded, "policy", [0], 0.5)["failed_share"] == 0.75

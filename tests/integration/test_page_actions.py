@@ -122,8 +122,8 @@ def page(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iter
 )
 def test_action_from_elsewhere_changes_nothing(page: ActingPage, headers: dict[str, str], sentence: str) -> None:
     before = page.get("/api/actions")
-    status, said = page.act({**OF_VERSION, "action": "pin", "version": 1}, headers)
-    assert (status, sentence in said) == (403, True)
+    status, answer = page.act({**OF_VERSION, "action": "pin", "version": 1}, headers)
+    assert (status, sentence in answer) == (403, True)
     assert page.get("/api/actions") == before
     assert page.trainer.ledger.pinned() == set()
 
@@ -141,19 +141,19 @@ def test_action_from_elsewhere_changes_nothing(page: ActingPage, headers: dict[s
     ],
 )
 def test_action_of_other_form_is_refused(page: ActingPage, action: dict[str, object]) -> None:
-    status, said = page.act(action)
-    assert (status, said.startswith("the body is no action of the page: ")) == (400, True)
+    status, sentence = page.act(action)
+    assert (status, sentence.startswith("the body is no action of the page: ")) == (400, True)
 
 
 def test_version_actions_change_ledger_and_gateway_and_are_written_down(page: ActingPage) -> None:
     assert page.act({**OF_VERSION, "action": "publish", "version": 1}) == (200, "version 1 of policy is served (0.25 s).")
     assert [body["version"] for _, body in page.gateway.asked] == [1]
-    status, said = page.act({**OF_VERSION, "action": "pin", "version": 1})
-    assert (status, page.trainer.ledger.pinned()) == (200, {1}), said
+    status, sentence = page.act({**OF_VERSION, "action": "pin", "version": 1})
+    assert (status, page.trainer.ledger.pinned()) == (200, {1}), sentence
     assert page.act({**OF_VERSION, "action": "unpin", "version": 1})[0] == 200
     assert page.trainer.ledger.pinned() == set()
-    status, said = page.act({**OF_VERSION, "action": "roll_back", "version": 1})
-    assert (status, said) == (
+    status, sentence = page.act({**OF_VERSION, "action": "roll_back", "version": 1})
+    assert (status, sentence) == (
         200,
         "branch main of policy is at version 1: the next step trains it; version 1 of policy is served (0.25 s).",
     )
@@ -161,14 +161,14 @@ def test_version_actions_change_ledger_and_gateway_and_are_written_down(page: Ac
     newest = page.get("/api/actions")["rows"][0]
     arguments = {"policy": "policy", "branch": "main", "version": 1}
     assert (newest["Action"], newest["Author"], newest["Address"], newest["Outcome"]) == ("roll_back", "Ada", "127.0.0.1", "done")
-    assert (json.loads(newest["Arguments"]), newest["Sentence"]) == (arguments, said)
+    assert (json.loads(newest["Arguments"]), newest["Sentence"]) == (arguments, sentence)
 
 
 def test_action_that_fails_is_written_down_with_its_reason(page: ActingPage) -> None:
-    status, said = page.act({**OF_VERSION, "action": "publish", "version": 77})
-    assert (status, "the ledger knows no version policy@77 on branch main." in said) == (500, True)
+    status, sentence = page.act({**OF_VERSION, "action": "publish", "version": 77})
+    assert (status, "the ledger knows no version policy@77 on branch main." in sentence) == (500, True)
     newest = page.get("/api/actions")["rows"][0]
-    assert (newest["Action"], newest["Outcome"], newest["Sentence"]) == ("publish", "failed", said)
+    assert (newest["Action"], newest["Outcome"], newest["Sentence"]) == ("publish", "failed", sentence)
 
 
 def test_restore_action_makes_a_skipped_group_trainable(page: ActingPage) -> None:
@@ -178,8 +178,8 @@ def test_restore_action_makes_a_skipped_group_trainable(page: ActingPage) -> Non
     restore = {"action": "restore", "author": "Ada", "policy": "policy", "branch": "main"}
     assert page.act({**restore, "groups": ["x"]}) == (200, "x of run run is ready again; it was skipped as equal.")
     assert [row.group.group_id for row in page.trainer.ledger.skips.read()] == ["y"]
-    status, said = page.act({**restore, "groups": ["x", "y"]})
-    assert (status, said) == (500, "policy/main has not skipped x. `spangrad train skipped` lists groups.")
+    status, sentence = page.act({**restore, "groups": ["x", "y"]})
+    assert (status, sentence) == (500, "policy/main has not skipped x. `spangrad train skipped` lists groups.")
     assert [row.group.group_id for row in page.trainer.ledger.skips.read()] == ["y"], "none is restored where one is unknown"
 
 
@@ -216,19 +216,19 @@ def test_label_action_is_a_reward_of_the_next_build(page: ActingPage) -> None:
     ]
     author = "SELECT LogAttributes['user.name'] FROM otel.otel_logs WHERE EventName = 'gen_ai.evaluation.result' AND SpanId = '{}'"
     assert rows(page.store, author.format(root)) == [("Ada",)]
-    status, said = page.act({**label, "span": "0" * 16, "value": 1})
-    assert (status, "holds no span" in said) == (404, True)
+    status, sentence = page.act({**label, "span": "0" * 16, "value": 1})
+    assert (status, "holds no span" in sentence) == (404, True)
 
 
 def test_collect_action_adds_conversations_of_a_rollout_once(page: ActingPage) -> None:
     collect = {"action": "collect", "author": "Ada", "rollout": "acts-1", "set_name": "good"}
     for _ in range(2):
-        status, said = page.act(collect)
-        assert (status, said.startswith("1 conversation of acts-1 in ")) == (200, True), said
+        status, sentence = page.act(collect)
+        assert (status, sentence.startswith("1 conversation of acts-1 in ")) == (200, True), sentence
     (line,) = (page.examples / "good.jsonl").read_text().splitlines()
     assert [message["content"] for message in json.loads(line)["messages"]] == ["rome?", "sunny"]
-    status, said = page.act({**collect, "rollout": "absent"})
-    assert (status, "'absent' has no conversation" in said) == (500, True)
+    status, sentence = page.act({**collect, "rollout": "absent"})
+    assert (status, "'absent' has no conversation" in sentence) == (500, True)
     assert len((page.examples / "good.jsonl").read_text().splitlines()) == 1
 
 
@@ -238,8 +238,8 @@ def test_action_that_cannot_be_written_down_is_not_begun(page: ActingPage, store
     asked = len(page.gateway.asked)
     with running_page(chosen) as url:
         acting = ActingPage(url, silent, page.trainer, page.gateway, page.queue, page.builder, page.rollout, page.examples)
-        status, said = acting.act({**OF_VERSION, "action": "publish", "version": 1})
-    assert (status, "the span store's receiver at http://127.0.0.1:9 does not answer" in said) == (503, True)
+        status, sentence = acting.act({**OF_VERSION, "action": "publish", "version": 1})
+    assert (status, "the span store's receiver at http://127.0.0.1:9 does not answer" in sentence) == (503, True)
     assert len(page.gateway.asked) == asked
 
 

@@ -171,11 +171,11 @@ async def test_process_docs_curl_command_gets_a_trajectory_of_each_rollout(setti
     if not shutil.which("curl"):
         pytest.skip("curl is not here: install it")
     (command,) = re.findall(r"^curl [^\n]*/v1/process -d '.*?'", GUIDE.read_text(), re.M | re.S)
-    here = command.replace("http://127.0.0.1:8190", str(settings.queue.url))
-    assert here != command
+    local_command = command.replace("http://127.0.0.1:8190", str(settings.queue.url))
+    assert local_command != command
     async with serving(settings) as (client, _):
         running = asyncio.create_task(
-            asyncio.to_thread(subprocess.run, ["bash", "-c", here], capture_output=True, text=True, timeout=120, check=False)
+            asyncio.to_thread(subprocess.run, ["bash", "-c", local_command], capture_output=True, text=True, timeout=120, check=False)
         )
         await until(lambda: has_runs(client))
         await client.cancel(RolloutSelector(run_id="mine"))

@@ -27,7 +27,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int) -> None:
+def require_ended(pid: int) -> None:
     end = time.monotonic() + 10
     while alive(pid):
         assert time.monotonic() < end, f"process {pid} still runs"
@@ -45,8 +45,8 @@ def test_child_stop_ends_its_children(tmp_path: Path) -> None:
     wait_until(lambda: log.read_text().strip() != "", 10, "the grandchild", [child])
     grandchild = int(log.read_text())
     child.stop()
-    gone(child.process.pid)
-    gone(grandchild)
+    require_ended(child.process.pid)
+    require_ended(grandchild)
 
 
 def test_child_of_killed_parent_dies(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_child_of_killed_parent_dies(tmp_path: Path) -> None:
     child = int(parent.stdout.readline())
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    gone(child)
+    require_ended(child)
 
 
 def test_wait_until_with_dead_child_raises_with_end_of_log(tmp_path: Path) -> None:
@@ -129,35 +129,35 @@ def test_kill_marked_kills_processes_forked_during_its_look(groups: str) -> None
         subprocess.run([sys.executable, "-SE", "-c", FORKS_ON, groups], env={MARK: mark}, check=True)
         kill_marked(mark)
         for pid in [pid for pid in all_pids() if f"{MARK}={mark}".encode() in environment_of(pid)]:
-            gone(pid)  # it is killed, and on a busy machine yet to end; what is not killed sleeps for a minute
+            require_ended(pid)  # it is killed, and on a busy machine yet to end; what is not killed sleeps for a minute
 
 
 def test_kill_marked_of_endless_forks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[bytes] = []
-    monkeypatch.setattr("spangrad.processes._kill_marked_once", lambda variable: looks.append(variable) is None)
+    variables: list[bytes] = []
+    monkeypatch.setattr("spangrad.processes._kill_marked_once", lambda variable: variables.append(variable) is None)
     begin = time.monotonic()
     kill_marked("mark")
-    assert (len(looks) >= 8, 0.4 <= time.monotonic() - begin < 10) == (True, True)
+    assert (len(variables) >= 8, 0.4 <= time.monotonic() - begin < 10) == (True, True)
 
 
 def test_kill_marked_looks_again_while_a_process_may_be_within_exec(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was just started without an environment looks like it."""
-    looks: list[bool] = []
+    results: list[bool] = []
     look_once = processes._kill_marked_once
 
     def counted(variable: bytes) -> bool:
-        looks.append(look_once(variable))
-        return looks[-1]
+        results.append(look_once(variable))
+        return results[-1]
 
     monkeypatch.setattr(processes, "_kill_marked_once", counted)
     sleeper = subprocess.Popen(["sleep", "60"], env={})
     try:
         kill_marked(uuid.uuid4().hex)
-        assert (len(looks) >= 8, any(looks), sleeper.poll()) == (True, True, None), "it is looked for, and lives"
+        assert (len(results) >= 8, any(results), sleeper.poll()) == (True, True, None), "it is looked for, and lives"
         monkeypatch.setattr(processes, "_STARTING_SECONDS", 0.0)
-        looks.clear()
+        results.clear()
         kill_marked(uuid.uuid4().hex)
-        assert looks == [False, False], "an older one has no environment for good"
+        assert results == [False, False], "an older one has no environment for good"
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -192,7 +192,7 @@ subprocess.Popen(["touch", {str(late)!r}], preexec_fn=preexec)
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    gone(child)
+    require_ended(child)
     assert not late.exists()
 
 

@@ -58,9 +58,9 @@ class Engine(FakeEngine):
     def whole(self, asked: dict[str, Any]) -> dict[str, Any]:
         system, user = (asked["messages"][0]["content"], asked["messages"][-1]["content"])
         answer = super().whole(asked)
-        said = f"{user}, {COUNTRIES[user.split(',')[0]]}" if PHRASE in system and user.split(",")[0] in COUNTRIES else user
+        reply = f"{user}, {COUNTRIES[user.split(',')[0]]}" if PHRASE in system and user.split(",")[0] in COUNTRIES else user
         for choice in answer["choices"]:
-            choice["message"] = {**choice["message"], "content": said}
+            choice["message"] = {**choice["message"], "content": reply}
         return answer
 
 
@@ -73,17 +73,17 @@ class CriticModel(HttpServer):
         super().__init__()
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        system, user = (one["content"] for one in json.loads(body)["messages"])
+        system, user = (message["content"] for message in json.loads(body)["messages"])
         if "Find out" in system:
             self.asked.append(user)
-            said = "Runs that name no country score 0."
+            reply = "Runs that name no country score 0."
         else:
             self.edits += 1
-            said = {2: f"Surely:\n<prompt>\n{FIRST} {PHRASE}\n</prompt>", 3: "no prompt"}.get(
+            reply = {2: f"Surely:\n<prompt>\n{FIRST} {PHRASE}\n</prompt>", 3: "no prompt"}.get(
                 self.edits, f"<prompt>{FIRST} Be polite ({self.edits}).</prompt>"
             )
         whole = {"id": "c", "object": "chat.completion", "created": 0, "model": "critic", "usage": {}}
-        message = {"role": "assistant", "content": said}
+        message = {"role": "assistant", "content": reply}
         choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
         return 200, {"content-type": "application/json"}, json.dumps({**whole, "choices": choices}).encode()
 
@@ -138,15 +138,18 @@ def test_prompt_search_publishes_best_prompt_and_trains_nothing(store: StoreSett
     result = json.loads((tmp_path / "found" / "result.json").read_text())
     assert (now.version, now.text) == (result["best"], f"{FIRST} {PHRASE}")
     assert (result["start"], result["gain"], result["p"], result["published"]) == (1, 1.0, 1 / 64, True)
-    assert [(one["round"], one["best_score"]) for one in result["rounds"]] == [(0, 0.0), (1, 1.0), (2, 1.0)]
-    assert {one["version"]: one["score"] for one in result["candidates"]} == {
-        one["version"]: float(PHRASE in one["text"]) for one in result["candidates"]
+    assert [(entry["round"], entry["best_score"]) for entry in result["rounds"]] == [(0, 0.0), (1, 1.0), (2, 1.0)]
+    assert {candidate["version"]: candidate["score"] for candidate in result["candidates"]} == {
+        candidate["version"]: float(PHRASE in candidate["text"]) for candidate in result["candidates"]
     }
     # Three edits of the one prompt of round 1, three of each of the two of round 2.
     assert Counter(edit.round for edit in edits) == {1: 3, 2: 6}
     assert {edit.critique for edit in edits} == {"Runs that name no country score 0."}
     first_round = critic.asked[:3]
-    assert all(FIRST in one and "<run score=0>" in one and "system: [the prompt]" in one and "reply: " in one for one in first_round)
+    assert all(
+        FIRST in question and "<run score=0>" in question and "system: [the prompt]" in question and "reply: " in question
+        for question in first_round
+    )
     assert (tmp_path / "found" / "curve.png").stat().st_size > 5_000
     check_store(settings, result, len(engine.requests))
 
@@ -160,14 +163,14 @@ async def search_twice(
         await asyncio.to_thread(prompts.put, "places", FIRST)
         agent = ("--agent", "geography:ask", "--evaluator", "geography:score", "--rounds", "2", "--out", "found")
         words = ("prompt", "optimise", "places", "--tasks", "learn.jsonl", "--held-out", "measure.jsonl", *agent)
-        said = await spangrad(directory, flags, *words)
+        printed = await spangrad(directory, flags, *words)
         asked = len(critic.asked), critic.edits, len(engine.requests)
         # The same question again: everything is read back, and nobody is asked anything.
         await asyncio.to_thread(prompts.put, "places", FIRST)
         again = await spangrad(directory, flags, *words)
         assert (len(critic.asked), critic.edits, len(engine.requests)) == asked
         now = await asyncio.to_thread(prompts.get, "places")
-        assert said.splitlines()[-1] == again.splitlines()[-1] == f"published places@{now.version}"
+        assert printed.splitlines()[-1] == again.splitlines()[-1] == f"published places@{now.version}"
         return now, await asyncio.to_thread(prompts.edits, "places")
 
 
@@ -212,7 +215,7 @@ def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
         ("trial", rollouts)
     ]
     source = GroupReader(client, everything)
-    assert {one.group.mode for one in source.states() if one.whole} == {"trial"}
+    assert {state.group.mode for state in source.states() if state.whole} == {"trial"}
     assert source.ready() == []
     with pytest.raises(ValueError, match="never trained"):
         trainer_settings(run_id=run, modes=("trial",))

@@ -66,8 +66,8 @@ def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path
 async def test_runner_demand_that_rises_is_met_before_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.runner._DEMAND_SECONDS", 60.0)
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
-    with runner_services(tmp_path, queue__url=settings.queue.url) as here:
-        async with serving(settings) as (client, _), Runner(here.settings, here.agent) as runner, asyncio.timeout(30):
+    with runner_services(tmp_path, queue__url=settings.queue.url) as services:
+        async with serving(settings) as (client, _), Runner(services.settings, services.agent) as runner, asyncio.timeout(30):
             ending = asyncio.Event()
             following = asyncio.create_task(runner.follow([Task("t", "well")], ending, seed=0))
             for level in (1, 3):

@@ -24,8 +24,8 @@ async def test_queue_docs_commands_answer_as_page_shows(tmp_path: Path) -> None:
     ran = 0
     async with serving(settings):
         for block in blocks:
-            for one in re.split(r"^(?=curl )", block, flags=re.M)[1:]:
-                command, answer = re.match(r"(?s)(.*?'|[^\n]*)\n(.*)", one).groups()  # type: ignore[union-attr]
+            for console in re.split(r"^(?=curl )", block, flags=re.M)[1:]:
+                command, answer = re.match(r"(?s)(.*?'|[^\n]*)\n(.*)", console).groups()  # type: ignore[union-attr]
                 done = await asyncio.to_thread(
                     subprocess.run,
                     ["bash", "-c", command],

@@ -77,7 +77,7 @@ class Story(RuleBasedStateMachine):
         with self.database.transaction() as transaction:
             before = {row.rollout_id: row for row in self.rows(transaction)}[key[0]]
             results = self.endings.end(transaction, [ending] * times, NOW.wall)
-            told = [not_running(transaction, [key])]
+            receipts = [not_running(transaction, [key])]
         accepted = before.state == RolloutState.RUNNING and before.attempt == key[1]
         if accepted:
             first = self.taken[key] = ending
@@ -87,7 +87,7 @@ class Story(RuleBasedStateMachine):
         )
         assert {result.refused is None for result in results} == {accepted or same}
         assert len({result.state for result in results}) == 1, "a repeat is answered as the first was"
-        assert len(told[0]) == 1, "its worker learns that it is over"
+        assert len(receipts[0]) == 1, "its worker learns that it is over"
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
@@ -113,10 +113,10 @@ class Story(RuleBasedStateMachine):
         if not hasattr(self, "database"):
             return
         with self.database.reading() as connection:
-            found = self.rows(connection)
-            told = connection.execute(sa.select(ATTEMPTS)).all()
-        ended = {(row.rollout_id, row.attempt): row for row in told}
-        for row in found:
+            rollouts = self.rows(connection)
+            attempts = connection.execute(sa.select(ATTEMPTS)).all()
+        ended = {(row.rollout_id, row.attempt): row for row in attempts}
+        for row in rollouts:
             running = row.state == RolloutState.RUNNING
             numbers = sorted(number for name, number in ended if name == row.rollout_id)
             assert numbers == list(range(row.attempt + (not running))), "each attempt but the one under way has ended, once"
@@ -125,7 +125,7 @@ class Story(RuleBasedStateMachine):
             assert len(good) == (row.state == RolloutState.SUCCEEDED), "it succeeded once, or not at all"
             assert 0 <= row.attempts_left <= row.max_attempts
             assert (row.ended is None) == (row.state in {RolloutState.QUEUED, RolloutState.RUNNING})
-        ends = [row.ended for row in found if row.ended is not None]
+        ends = [row.ended for row in rollouts if row.ended is not None]
         assert len(set(ends)) == len(ends), "each end has a place of its own"
         assert {key: row.reason for key, row in ended.items()} == {key: ending.reason for key, ending in self.taken.items()}
 
@@ -219,21 +219,21 @@ def fill(database: QueueDatabase, count: int) -> None:
 def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     names = [f"r{i}" for i in range(30)]
-    told = random.Random(0).sample(names, 30)
+    order = random.Random(0).sample(names, 30)
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", new_rollouts(30), names, DEFAULTS)
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30, NOW)
-        for name in told[:10]:
+        for name in order[:10]:
             endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
-        endings.cancel(transaction, RolloutSelector(rollout_ids=told[10:20]), NOW.wall)
+        endings.cancel(transaction, RolloutSelector(rollout_ids=order[10:20]), NOW.wall)
         later = Endings(transaction)  # as a server that is started again does
-        later.end(transaction, [Ending(name, 0, AttemptFailure.CRASH, retry=False) for name in told[20:]], NOW.wall)
-        found, cursor = rows.ended(transaction, "run", 0, 15)
+        later.end(transaction, [Ending(name, 0, AttemptFailure.CRASH, retry=False) for name in order[20:]], NOW.wall)
+        first, cursor = rows.ended(transaction, "run", 0, 15)
         rest, end = rows.ended(transaction, "run", cursor, 100)
-    shown = [one.rollout_id for one in [*found, *rest]]
-    assert (shown[:10], sorted(shown[10:20]), shown[20:]) == (told[:10], sorted(told[10:20]), told[20:])
-    assert len(found) == 15
+    shown = [one.rollout_id for one in [*first, *rest]]
+    assert (shown[:10], sorted(shown[10:20]), shown[20:]) == (order[:10], sorted(order[10:20]), order[20:])
+    assert len(first) == 15
     assert end == rest[-1].cursor
     database.close()
 
@@ -250,8 +250,8 @@ def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
         later = Endings(transaction)  # as a server that is started again does
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
         later.end(transaction, [Ending(name, 1, None) for name in ("r1", "r0")], NOW.wall)
-        found, _ = rows.ended(transaction, "run", cursor, 100)
-    assert [one.rollout_id for one in found] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"
+        ended, _ = rows.ended(transaction, "run", cursor, 100)
+    assert [one.rollout_id for one in ended] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"
     database.close()
 
 

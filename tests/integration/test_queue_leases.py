@@ -94,9 +94,9 @@ async def test_heartbeat_connection_that_stalls_loses_no_lease(tmp_path: Path) -
         its_reader, its_writer = await asyncio.open_connection("127.0.0.1", settings.queue.port)
         await asyncio.gather(carry(reader, its_writer, silent), carry(its_reader, writer, silent))
 
-    async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as road:
+    async with serving(settings) as (direct, _), await asyncio.start_server(between, "127.0.0.1", 0) as relay:
         await direct.enqueue("run", new_rollouts(1))
-        url = f"http://127.0.0.1:{road.sockets[0].getsockname()[1]}"
+        url = f"http://127.0.0.1:{relay.sockets[0].getsockname()[1]}"
         async with QueueClient(url) as client, LeaseHeartbeats(client, "worker", lambda lease, result: None) as beating:
             (lease,) = await client.lease("run", "worker")
             connections[0].set()

@@ -32,8 +32,8 @@ from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, new_rollouts, queue_settings, serving
 
 
-def facts(one: Any) -> tuple[object, ...]:
-    return one.version, one.text, one.published
+def facts(prompt: Any) -> tuple[object, ...]:
+    return prompt.version, prompt.text, prompt.published
 
 
 async def test_prompt_store_versions_are_kept_and_published(queue_db: str) -> None:
@@ -49,13 +49,16 @@ async def test_prompt_store_versions_are_kept_and_published(queue_db: str) -> No
         assert facts(store.get("greeting")) == (1, "one", True)
         assert facts(store.put("greeting", "two \u00e9")) == (2, "two \u00e9", True)
         assert facts(store.put("greeting", "one")) == (1, "one", True)
-        assert [facts(one) for one in store.versions("greeting")] == [(1, "one", True), (2, "two \u00e9", False)]
-        assert [(one.name, *facts(one)) for one in store.newest()] == [("greeting", 1, "one", True), ("other", 1, "two \u00e9", False)]
+        assert [facts(prompt) for prompt in store.versions("greeting")] == [(1, "one", True), (2, "two \u00e9", False)]
+        assert [(prompt.name, *facts(prompt)) for prompt in store.newest()] == [
+            ("greeting", 1, "one", True),
+            ("other", 1, "two \u00e9", False),
+        ]
         first = Edit("s", 1, 1, 0, "too short", None)
         assert store.edit("greeting", "three", first) == 3
         assert store.edit("greeting", "four", first) == 3, "what was written first holds"
         assert store.edit("greeting", None, Edit("s", 1, 1, 1, "the same", None)) is None
-        assert [(one.number, one.critique, one.version) for one in store.edits("greeting", "s")] == [
+        assert [(edit.number, edit.critique, edit.version) for edit in store.edits("greeting", "s")] == [
             (0, "too short", 3),
             (1, "the same", None),
         ]
@@ -88,7 +91,7 @@ async def test_prompt_route_with_baggage_pins_version(tmp_path: Path) -> None:
                 "baggage"
             ],
         }
-        for headers, query, said in (
+        for headers, query, expected in (
             (token, "", (200, "two", "2")),
             (pinned, "", (200, "one", "1")),
             (pinned, "?version=2", (200, "two", "2")),
@@ -97,7 +100,7 @@ async def test_prompt_route_with_baggage_pins_version(tmp_path: Path) -> None:
             ({}, "", (401, '{"error":"this queue asks for its token: send `Authorization: Bearer` with queue.token."}', None)),
         ):
             async with anybody.get(f"/v1/prompts/greeting/text{query}", headers=headers) as answer:
-                assert (answer.status, await answer.text(), answer.headers.get("Spangrad-Prompt-Version")) == said
+                assert (answer.status, await answer.text(), answer.headers.get("Spangrad-Prompt-Version")) == expected
 
 
 @settings(deadline=None, max_examples=40)
@@ -118,8 +121,8 @@ def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str,
         assert kept.version == texts[name].index(text) + 1
     with database.reading() as connection:
         for name in "ab":
-            found = prompt_rows.versions(connection, name).prompts
-            assert [(one.version, one.text) for one in found] == list(enumerate(texts[name], 1))
+            stored = prompt_rows.versions(connection, name).prompts
+            assert [(prompt.version, prompt.text) for prompt in stored] == list(enumerate(texts[name], 1))
             published = prompt_rows.get(connection, name, None)
             assert (published.text if published else None) == heads.get(name)
     database.close()
@@ -136,7 +139,7 @@ async def test_queue_database_of_earlier_release_gets_missing_columns(queue_db: 
     database.close()
     async with serving(chosen) as (client, _):
         await client.enqueue("run", [new_rollouts(1, "new", prompt=PromptVersion("greeting", 3))[0]])
-        assert [one.prompt for one in await client.lease("run", "me", 2)] == [None, PromptVersion("greeting", 3)]
+        assert [lease.prompt for lease in await client.lease("run", "me", 2)] == [None, PromptVersion("greeting", 3)]
         assert (await client.rollout("new0")).prompt == PromptVersion("greeting", 3)
 
 
@@ -163,7 +166,7 @@ async def test_prompt_within_attempt_has_one_version(tmp_path: Path, monkeypatch
         assert (within(rollout="r", attempt="0"), within().version) == ("one", 1)
         store.put("greeting", "two")
         asked = [within(rollout="r", attempt="0"), within(rollout="r", attempt="1"), within()]
-        assert [(str(one), one.name, one.version) for one in asked] == [
+        assert [(str(prompt), prompt.name, prompt.version) for prompt in asked] == [
             ("one", "greeting", 1), ("two", "greeting", 2), ("two", "greeting", 2)
         ]  # fmt: skip
         assert within(rollout="r", attempt="1", name="greeting", version="1") == "one"
@@ -211,19 +214,19 @@ async def test_attempts_are_pinned_to_prompt_of_task_and_spans_name_it(tmp_path:
             tasks = [Task("first", None, PromptVersion("greeting", 1)), Task("published", None)]
             async with Runner(chosen, CallableAgent("mine:ask", directory=tmp_path)) as runner:
                 outcomes = await runner.run(tasks, mode=Mode.TRIAL, group_size=1)
-            assert [one.reward for one in outcomes] == [{"greeting": 1.0, "other": 1.0}, {"greeting": 2.0, "other": 1.0}]
+            assert [outcome.reward for outcome in outcomes] == [{"greeting": 1.0, "other": 1.0}, {"greeting": 2.0, "other": 1.0}]
             program = CommandAgent((sys.executable, "-c", PROGRAM), directory=tmp_path)
             async with Runner(chosen, program) as runner:
                 outcomes = await runner.run(tasks, mode=Mode.TRIAL, group_size=1)
-            assert [(one.reward, one.detail) for one in outcomes] == [({"reward": 1.0}, ""), ({"reward": 12.0}, "")]
-    told = sorted(
+            assert [(outcome.reward, outcome.detail) for outcome in outcomes] == [({"reward": 1.0}, ""), ({"reward": 12.0}, "")]
+    named = sorted(
         (span.name, span.attributes[semconv.PROMPT_NAME], span.attributes[semconv.PROMPT_VERSION])
         for span in sink.spans
         if span.name in {"rollout", "pinned", "fetched"}
     )
     roots = [("rollout", "greeting", 1), ("rollout", "greeting", 2)]
     # The span in which another prompt was fetched names that one.
-    assert told == sorted(
+    assert named == sorted(
         [*roots, *roots, ("pinned", "greeting", 1), ("pinned", "greeting", 2), ("fetched", "other", 1), ("fetched", "other", 1)]
     )
     assert {span.attributes[semconv.ROLLOUT_MODE] for span in sink.named("rollout")} == {"trial"}

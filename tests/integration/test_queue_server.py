@@ -51,13 +51,13 @@ async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
             AttemptReceipt(rollout_id="r0", attempt=0, state=RolloutState.QUEUED)
         ]
         again, other = await client.lease("run", "worker two", 5)
-        assert [(one.rollout_id, one.attempt, one.last) for one in (again, other)] == [("r0", 1, True), ("r1", 0, False)]
+        assert [(lease.rollout_id, lease.attempt, lease.last) for lease in (again, other)] == [("r0", 1, True), ("r1", 0, False)]
         for _ in range(2):
             assert await client.complete([done(again)]) == [AttemptReceipt(rollout_id="r0", attempt=1, state=RolloutState.SUCCEEDED)]
-        told = msgspec.to_builtins(await client.rollout("r0"))
-        for attempt in told["attempts"]:
+        rollout = msgspec.to_builtins(await client.rollout("r0"))
+        for attempt in rollout["attempts"]:
             assert attempt.pop("ended_at") >= attempt.pop("began_at")
-        assert told == snapshot(
+        assert rollout == snapshot(
             {
                 "run_id": "run",
                 "rollout_id": "r0",
@@ -102,11 +102,11 @@ async def test_dead_rollouts_are_listed_and_retried(queue_db: str) -> None:
         await client.enqueue("run", new_rollouts(3, max_attempts=2))
         for number in range(2):
             leases = await client.lease("run", "worker", 3)
-            assert {one.attempt for one in leases} == {number}
-            await client.fail([failed(one, detail=f"poison {number}") for one in leases])
+            assert {lease.attempt for lease in leases} == {number}
+            await client.fail([failed(lease, detail=f"poison {number}") for lease in leases])
         assert await client.lease("run", "worker", 3) == []
         dead = (await client.rollouts(run_id="run", state=RolloutState.DEAD)).rollouts
-        assert [(one.rollout_id, one.attempts[0].detail) for one in dead] == [(f"r{i}", "poison 1") for i in range(3)]
+        assert [(rollout.rollout_id, rollout.attempts[0].detail) for rollout in dead] == [(f"r{i}", "poison 1") for i in range(3)]
         assert await client.retry(RolloutSelector(rollout_ids=["r1", "nobody"])) == 1
         (lease,) = await client.lease("run", "worker", 3)
         assert (lease.rollout_id, lease.attempt, lease.last) == ("r1", 2, False)
@@ -120,7 +120,8 @@ async def test_demand_level_never_falls(queue_db: str) -> None:
     async with serving(settings) as (client, _):
         assert await client.demand("run") == DemandState(groups=0, enqueued=0, cancelled=0, branches=[])
         apart = [
-            msgspec.structs.replace(one, rollout_id=f"apart {one.rollout_id}", mode=Mode.PROBE) for one in new_rollouts(16, group_size=8)
+            msgspec.structs.replace(rollout, rollout_id=f"apart {rollout.rollout_id}", mode=Mode.PROBE)
+            for rollout in new_rollouts(16, group_size=8)
         ]
         await client.enqueue("run", apart[:8])
         await client.enqueue("run", [*new_rollouts(16, group_size=8), *new_rollouts(4, "held out", mode="validate"), *apart])
@@ -157,11 +158,11 @@ async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         for name in ("a/b c?d#é", "%2F"):
             await client.enqueue(name, new_rollouts(1, name))
-            wanted = DemandRequest(policy="p", branch="b", groups=1)
+            demanded = DemandRequest(policy="p", branch="b", groups=1)
             assert (
-                await client.want(name, wanted)
+                await client.want(name, demanded)
                 == await client.demand(name)
-                == DemandState(groups=1, enqueued=1, cancelled=0, branches=[wanted])
+                == DemandState(groups=1, enqueued=1, cancelled=0, branches=[demanded])
             )
             assert (await client.run(name)).states == {RolloutState.QUEUED: 1}
             assert (await client.rollout(f"{name}0")).run_id == name
@@ -189,10 +190,10 @@ async def test_waiting_requests_are_answered_when_rollouts_arrive(tmp_path: Path
         (lease,) = await worker
         assert not watcher.done()
         await client.complete([done(lease)])
-        found = await watcher
-        assert (await client.run("run")).cursor == found.cursor > 0
-        assert ([one.rollout_id for one in found.rollouts], time.monotonic() - began < 10) == (["r0"], True)
-        assert (await client.ended("run", after=found.cursor)).rollouts == []
+        ended = await watcher
+        assert (await client.run("run")).cursor == ended.cursor > 0
+        assert ([rollout.rollout_id for rollout in ended.rollouts], time.monotonic() - began < 10) == (["r0"], True)
+        assert (await client.ended("run", after=ended.cursor)).rollouts == []
         assert await client.lease("run", "worker", wait_seconds=0.05) == []
 
 
@@ -212,8 +213,8 @@ async def test_writer_batches_requests_into_transactions(tmp_path: Path) -> None
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         await asyncio.gather(*[client.enqueue("run", new_rollouts(1, f"{i}-")) for i in range(200)])
         leases = await asyncio.gather(*[client.lease("run", f"worker {i}") for i in range(200)])
-        assert len({one.rollout_id for (one,) in leases}) == 200, "none was handed out twice"
-        results = await asyncio.gather(*[client.complete([done(one)]) for (one,) in leases])
+        assert len({lease.rollout_id for (lease,) in leases}) == 200, "none was handed out twice"
+        results = await asyncio.gather(*[client.complete([done(lease)]) for (lease,) in leases])
         assert all(result.refused is None for (result,) in results)
         assert service.writer.tally.requests == 600
         assert service.writer.tally.transactions < 200
@@ -266,7 +267,7 @@ async def test_enqueue_rollout_id_of_another_run_is_refused(queue_db: str) -> No
         await client.enqueue("run", new_rollouts(2))
         with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
             await client.enqueue("other", [*new_rollouts(2), *new_rollouts(1, "new")])
-        assert [one.run_id for one in await client.runs()] == ["run"], "nothing of it was enqueued"
+        assert [run.run_id for run in await client.runs()] == ["run"], "nothing of it was enqueued"
 
 
 @pytest.mark.slow
@@ -282,7 +283,7 @@ async def test_queue_with_restarted_postgresql_loses_no_rollout() -> None:
                 await client.complete([done(second)])
             assert await client.beat([second]) == [], "heartbeats need no database"
             await asyncio.to_thread(postgres.start)
-            assert [one.refused for one in await client.complete([done(first), done(second)])] == [None, None]
+            assert [receipt.refused for receipt in await client.complete([done(first), done(second)])] == [None, None]
             await until(lambda: refuses(settings.queue.db.get_secret_value()))
             assert (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 2}
             assert service.in_flight == 0
@@ -342,9 +343,9 @@ async def test_queue_metrics_are_prometheus_text(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
         await client.enqueue("run", new_rollouts(4))
-        one, two, _ = await client.lease("run", "worker", 3)
-        await client.complete([done(one)])
-        await client.fail([failed(two)])
+        first, second, _ = await client.lease("run", "worker", 3)
+        await client.complete([done(first)])
+        await client.fail([failed(second)])
         async with session.get("/metrics") as answer:
             lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#") and "seconds" not in line]
     assert lines == snapshot(

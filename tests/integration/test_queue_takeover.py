@@ -23,10 +23,10 @@ def url(postgres: Callable[[str], str]) -> str:
 
 def end_the_locks_session(url: str) -> None:
     """As an administrator, a proxy or a failover does."""
-    mine = "classid = %s AND objid::bigint = (hashtext(current_schema())::bigint & 4294967295)"
+    condition = "classid = %s AND objid::bigint = (hashtext(current_schema())::bigint & 4294967295)"
     with psycopg.connect(url, autocommit=True) as connection:
         ended = connection.execute(
-            f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND {mine}", [tables._SERVER_LOCK]
+            f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND {condition}", [tables._SERVER_LOCK]
         )
         assert ended.fetchall() == [(True,)]
 

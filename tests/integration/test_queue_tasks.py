@@ -36,7 +36,7 @@ async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db:
             with pytest.raises(QueueError, match="keeps no tasks 'train' of run run/1"):
                 store.read("train")
             # A part has arrived, then the uploader died: nobody finds it under a name, and the next upload adds the rest.
-            part = {"digest": digest_of(FIRST), "first": 0, "tasks": [{"task_id": one.task_id, "input": one.input} for one in FIRST[:7]]}
+            part = {"digest": digest_of(FIRST), "first": 0, "tasks": [{"task_id": task.task_id, "input": task.input} for task in FIRST[:7]]}
             queue.ask("POST", "/v1/tasks", part)
             with pytest.raises(QueueError, match=r"\(409\): of 2500 tasks 7 are there. Upload them all"):
                 queue.ask("PUT", "/tasks/train", {"digest": digest_of(FIRST), "tasks": 2500})
@@ -52,9 +52,10 @@ async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db:
 
 
 def test_digest_of_tasks_depends_on_ids_inputs_and_order() -> None:
-    one, two = Task("a", {"x": 1, "y": 2}), Task("b", 1)
-    assert digest_of([one, two]) == digest_of([Task("a", {"y": 2, "x": 1}), two])
-    assert len({digest_of(tasks) for tasks in ([one, two], [two, one], [one], [Task("a", 1), two], [Task("c", one.input), two])}) == 5
+    first, second = Task("a", {"x": 1, "y": 2}), Task("b", 1)
+    assert digest_of([first, second]) == digest_of([Task("a", {"y": 2, "x": 1}), second])
+    different = ([first, second], [second, first], [first], [Task("a", 1), second], [Task("c", first.input), second])
+    assert len({digest_of(tasks) for tasks in different}) == 5
 
 
 async def test_task_store_without_queue_raises(tmp_path: Path) -> None:

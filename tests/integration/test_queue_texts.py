@@ -15,14 +15,14 @@ async def test_attempt_detail_with_unstorable_text_is_sanitized(queue_db: str) -
     async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
         await client.enqueue("run", new_rollouts(3))
         first, second, third = await client.lease("run", "worker", 3)
-        told = failed(first, detail="half \ud83d, null \x00, end")
+        failure = failed(first, detail="half \ud83d, null \x00, end")
         for _ in range(2):
-            assert [one.refused for one in await client.fail([told])] == [None]
+            assert [result.refused for result in await client.fail([failure])] == [None]
         # Other workers post what they like.
-        said = {"rollout_id": second.rollout_id, "attempt": 0, "reason": "exception", "detail": "null \x00, end"}
-        async with session.post("/v1/leases/fail", data=json.dumps({"failures": [said]})) as answer:
+        posted = {"rollout_id": second.rollout_id, "attempt": 0, "reason": "exception", "detail": "null \x00, end"}
+        async with session.post("/v1/leases/fail", data=json.dumps({"failures": [posted]})) as answer:
             assert answer.status == 200
-        assert [one.refused for one in await client.release([third], "null \x00, end")] == [None]
+        assert [result.refused for result in await client.release([third], "null \x00, end")] == [None]
         details = [attempt.detail for name in ("r0", "r1", "r2") for attempt in (await client.rollout(name)).attempts]
         assert details == ["half ?, null , end", "null , end", "null , end"]
 

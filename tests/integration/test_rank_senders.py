@@ -215,8 +215,8 @@ async def test_rank_killed_amid_a_transfer_fails_it_and_files_restore_the_engine
         monkeypatch.setattr(connections, "ask", dies)
         async with staged(FakeEngine(transfer="http")) as stage:
             await stage.readiness("serving")
-            with sender.offering(source_of(ranks)) as said:
-                body = {"version": 1, "path": str(tmp_path), "checksum": checksum, "sender": said}
+            with sender.offering(source_of(ranks)) as offer:
+                body = {"version": 1, "path": str(tmp_path), "checksum": checksum, "sender": offer}
                 async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
                     assert (answer.status, "failed at transfer" in await answer.text()) == (502, True)
             assert len(requests) >= 5
@@ -225,8 +225,8 @@ async def test_rank_killed_amid_a_transfer_fails_it_and_files_restore_the_engine
                 assert answer.status == 200
             assert stage.engine.checksum == checksum == checksum_of(sums_of_directory(tmp_path), "float32")
             assert (await stage.chat())[0] == 200
-            with sender.offering(source_of(ranks)) as said:
-                body = {"version": 2, "path": str(tmp_path), "checksum": "float32:0000000000000001", "sender": said}
+            with sender.offering(source_of(ranks)) as offer:
+                body = {"version": 2, "path": str(tmp_path), "checksum": "float32:0000000000000001", "sender": offer}
                 async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
                     assert (answer.status, "the trainer's rank at" in await answer.text()) == (502, True)
             assert (await stage.chat())[0] == 200, "the engine was not touched"

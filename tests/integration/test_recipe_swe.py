@@ -26,12 +26,12 @@ def prepared() -> Generator[Prepared]:
         (directory := Path(base)).chmod(0o755)
         arguments = arguments_of(RECIPE, ["--tiny"])
         vars(arguments).update(RECIPE.write_small(directory))
-        made = RECIPE.prepare(arguments, directory)
+        built = RECIPE.prepare(arguments, directory)
         try:
-            prepare(policy_of(made.train[0]))
+            prepare(policy_of(built.train[0]))
         except SandboxError as error:
             pytest.skip(str(error))
-        yield made
+        yield built
 
 
 async def test_swe_agent_repairs_by_commands_and_hidden_tests_pass(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,23 +61,23 @@ def sums(settings: Settings, run: str) -> list[tuple[object, ...]]:
     return rows
 
 
-def printed(one: ReconcileReport) -> tuple[int, str]:
+def printed(reported: ReconcileReport) -> tuple[int, str]:
     out = io.StringIO()
-    code = show(one, Console(file=out, width=170, color_system=None))
+    code = show(reported, Console(file=out, width=170, color_system=None))
     return code, "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def rollouts(run: str) -> SpanFactory:
     """Three: one of two calls, one with a call of two choices and one without logprobs, one that made no call."""
     spans = SpanFactory(run=run)
-    one = spans.root(f"{run}-1", calls=2)
-    spans.evaluation(one)
+    first = spans.root(f"{run}-1", calls=2)
+    spans.evaluation(first)
     for _ in range(2):
-        spans.call(spans.client(one, rollout=f"{run}-1"), rollout=f"{run}-1")
-    two = spans.root(f"{run}-2", calls=2)
-    spans.evaluation(two, 0.5)
-    spans.call(two, rollout=f"{run}-2", choices=2)
-    spans.call(two, rollout=f"{run}-2", Logprobs=[-0.5])
+        spans.call(spans.client(first, rollout=f"{run}-1"), rollout=f"{run}-1")
+    second = spans.root(f"{run}-2", calls=2)
+    spans.evaluation(second, 0.5)
+    spans.call(second, rollout=f"{run}-2", choices=2)
+    spans.call(second, rollout=f"{run}-2", Logprobs=[-0.5])
     spans.root(f"{run}-3", calls=0, failure="crash")
     return spans
 
@@ -91,9 +91,9 @@ def test_reconcile_report_lists_late_calls_until_built(own: StoreSettings) -> No
         ("sum-2", "train", 3, 2, 1, 0, 0),
         ("sum-3", "train", 0, 0, 0, 0, 0),
     ]
-    found = report(settings)
-    assert found == ReconcileReport(settings.builder.spec, 3, 5, 4, {"no_logprobs": 1}, {"attempt_failed": 1}, [])
-    assert printed(found) == (
+    reconciled = report(settings)
+    assert reconciled == ReconcileReport(settings.builder.spec, 3, 5, 4, {"no_logprobs": 1}, {"attempt_failed": 1}, [])
+    assert printed(reconciled) == (
         0,
         """\
 What became of the calls of 3 rollouts
@@ -129,10 +129,10 @@ def test_reconcile_report_names_call_that_builder_lost(own: StoreSettings, monke
     monkeypatch.setattr(builder, "build", forgetful)
     loop.build_once(settings)
     assert [row for row in sums(settings, "lost") if row[-2:] != (0, 0)] == [("lost-1", "train", 1, 1, 0, 0, 1)]
-    found = report(settings)
-    assert not found.is_right
-    assert Wrong("lost", "lost-1", 0, 1) in found.wrong
-    code, text = printed(found)
+    reconciled = report(settings)
+    assert not reconciled.is_right
+    assert Wrong("lost", "lost-1", 0, 1) in reconciled.wrong
+    code, text = printed(reconciled)
     assert code == 1
     assert "THE SUM IS WRONG" in text
     assert "lost-1 of run lost" in text
@@ -156,10 +156,10 @@ def test_reconcile_report_names_rows_missing_or_duplicated_after_build(own: Stor
     insert("transitions", "whole", CallId="c")
     insert("drops", "whole", CallId="d", Reason="duplicate")
     insert("drops", "whole", CallId="", Reason="no_calls")
-    found = reconcile_report(client, own.url, "astray")
+    reconciled = reconcile_report(client, own.url, "astray")
     client.close()
-    assert found.wrong == [Wrong("astray", "both", 1, 0), Wrong("astray", "few", 1, 0)]
-    assert not found.is_right
+    assert reconciled.wrong == [Wrong("astray", "both", 1, 0), Wrong("astray", "few", 1, 0)]
+    assert not reconciled.is_right
 
 
 def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> None:
@@ -178,7 +178,7 @@ def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> 
 def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str]:
     """`spangrad build --all`, as somebody starts it."""
     set_ = [f"store.url={own.url}", "builder.dataset=typed", "builder.selection.agents=.*|typed"]
-    return run_spangrad("build", "--all", *(word for one in set_ for word in ("--set", one)), *more)
+    return run_spangrad("build", "--all", *(word for setting in set_ for word in ("--set", setting)), *more)
 
 
 def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:
@@ -191,9 +191,9 @@ def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:
     done = build_all(own)
     assert done.returncode == 0, done.stderr
     client = connect(own)
-    mine = "RunId = 'typed'"
-    kept = client.query(f"SELECT RolloutId, count() FROM spangrad.transitions WHERE {mine} GROUP BY ALL ORDER BY ALL").result_rows
-    dropped = client.query(f"SELECT RolloutId, Reason, Detail FROM spangrad.drops WHERE {mine} ORDER BY ALL").result_rows
+    of_run = "RunId = 'typed'"
+    kept = client.query(f"SELECT RolloutId, count() FROM spangrad.transitions WHERE {of_run} GROUP BY ALL ORDER BY ALL").result_rows
+    dropped = client.query(f"SELECT RolloutId, Reason, Detail FROM spangrad.drops WHERE {of_run} ORDER BY ALL").result_rows
     assert kept == [("typed-1", 2), ("typed-2", 2)]
     assert dropped == [
         ("typed-2", "no_logprobs", "1 logprobs for 2 tokens"),
@@ -202,7 +202,7 @@ def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:
     ]
     # The store is shared with the tests above: what was theirs is built by this specification, too.
     (calls,) = client.query(
-        "SELECT sum(Calls) FROM spangrad.builds WHERE BuildSpec IN (SELECT BuildSpec FROM spangrad.builds WHERE " + mine + ")"
+        "SELECT sum(Calls) FROM spangrad.builds WHERE BuildSpec IN (SELECT BuildSpec FROM spangrad.builds WHERE " + of_run + ")"
     ).result_rows[0]
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert lines[0].startswith("What became of the calls of ")
@@ -212,13 +212,13 @@ def test_build_all_exits_with_reconcile_report(own: StoreSettings) -> None:
     again = build_all(own)
     assert (again.returncode, again.stdout.splitlines()[-1]) == (0, done.stdout.splitlines()[-1])
 
-    client.command(f"ALTER TABLE spangrad_internal.drops DELETE WHERE {mine} AND Reason = 'no_logprobs' SETTINGS mutations_sync = 1")
+    client.command(f"ALTER TABLE spangrad_internal.drops DELETE WHERE {of_run} AND Reason = 'no_logprobs' SETTINGS mutations_sync = 1")
     client.close()
     wrong = build_all(own)
-    told = " ".join(wrong.stdout.split())
+    printed_text = " ".join(wrong.stdout.split())
     assert wrong.returncode == 1
-    assert f"THE SUM IS WRONG: {calls} calls" in told
-    assert "Rollouts: typed-2 of run typed." in told
+    assert f"THE SUM IS WRONG: {calls} calls" in printed_text
+    assert "Rollouts: typed-2 of run typed." in printed_text
 
     refused = build_all(own, "--follow")
     assert (refused.returncode, refused.stdout) == (2, "")

@@ -117,8 +117,8 @@ def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_pat
     (tmp_path / "brevity.sql").write_text((EXAMPLES / "brevity.sql").read_text())
     command = ["backfill", "--since", "1d", "--reward", "brevity", *flags(world, tmp_path)]
     call(command)
-    said = capsys.readouterr().out
-    assert f"{world.run}@2: 2 rollouts: 2 transitions, 0 drops, 4 rewards" in said
+    printed = capsys.readouterr().out
+    assert f"{world.run}@2: 2 rollouts: 2 transitions, 0 drops, 4 rewards" in printed
     after = [("A", [RUNNER, ("brevity", -0.02, "sql")]), ("B", [RUNNER, ("brevity", -0.04, "sql")])]
     assert (world.transitions(f"{world.run}@1"), world.transitions(f"{world.run}@2"), world.transitions(world.run)) == (
         before,
@@ -156,18 +156,18 @@ def test_rewards_backfill_of_one_run_leaves_others(alone: World, tmp_path: Path)
     (tmp_path / "brevity.sql").write_text((EXAMPLES / "brevity.sql").read_text())
     command = ["backfill", "--since", "1d", "--reward", "brevity", *flags(alone, tmp_path)]
     call([*command, "--run-id", other.run])
-    made = f"{alone.run}@2"
-    assert (alone.transitions(made), [name for name, _ in other.transitions(made)]) == ([], ["A", "B"])
+    dataset = f"{alone.run}@2"
+    assert (alone.transitions(dataset), [name for name, _ in other.transitions(dataset)]) == ([], ["A", "B"])
     call(command)
-    assert ([name for name, _ in alone.transitions(made)], len(other.transitions(made))) == (["A", "B"], 2)
+    assert ([name for name, _ in alone.transitions(dataset)], len(other.transitions(dataset))) == (["A", "B"], 2)
 
 
 def test_sql_reward_without_value_drops_rollout_as_no_reward(alone: World, tmp_path: Path) -> None:
-    some = (
+    query = (
         "SELECT RolloutKey AS RolloutId, any(if(length(ResponseIds) = 2, 1., nan)) AS Value FROM spangrad.calls WHERE {} GROUP BY RolloutId"
     )
-    (tmp_path / "some.sql").write_text(some.format("length(ResponseIds) = 2"))
-    (tmp_path / "nan.sql").write_text(some.format("true"))
+    (tmp_path / "some.sql").write_text(query.format("length(ResponseIds) = 2"))
+    (tmp_path / "nan.sql").write_text(query.format("true"))
     loop.build_once(alone.settings(sql_rewards=("some", "nan"), rewards_directory=tmp_path))
     assert [name for name, _ in alone.transitions(alone.run)] == ["A"]
     drops = "SELECT right(RolloutId, 1), Reason, Detail FROM spangrad.drops WHERE RunId = %(run)s"
@@ -218,12 +218,12 @@ def test_sql_reward_of_many_rollouts_is_read_in_batches(world: World, tmp_path: 
 def test_rewards_list_shows_rewards_and_files(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop.build_once(world.settings(sql_rewards=("brevity",)))
     call(["list", *flags(world, EXAMPLES)])
-    said = capsys.readouterr().out
-    words = [line.split() for line in said.splitlines()]
+    printed = capsys.readouterr().out
+    words = [line.split() for line in printed.splitlines()]
     assert any(line[:2] == ["brevity", "sql"] for line in words)
     (file,) = (line for line in words if line[:1] == ["brevity.sql"])
     assert file[1] == world.settings().builder.sql_hash("brevity")
-    assert f"{world.run}@1" in said
+    assert f"{world.run}@1" in printed
 
 
 def _names(names: Sequence[str]) -> Any:

@@ -33,8 +33,8 @@ def show(store: StoreSettings, *arguments: str) -> subprocess.CompletedProcess[s
 def outline(printed: str) -> list[str]:
     """Each span's depth and name, with all that is told of it but durations and tokens."""
     lines = [line for line in printed.splitlines() if "──" in line]
-    told = [(line.index("── "), line.split("── ", 1)[1].split(" · ")) for line in lines]
-    return [f"{indent // 4} {' · '.join(part for part in parts if not part[0].isdigit())}" for indent, parts in told]
+    spans = [(line.index("── "), line.split("── ", 1)[1].split(" · ")) for line in lines]
+    return [f"{indent // 4} {' · '.join(part for part in parts if not part[0].isdigit())}" for indent, parts in spans]
 
 
 def test_rollout_show_framework_spans_appear_once_in_tree(store: StoreSettings) -> None:
@@ -80,19 +80,19 @@ def test_rollout_show_runner_rollout_has_verdict(store: StoreSettings) -> None:
     post(store, spans.otlp())
     build_once(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|shown"))))
 
-    head, facts, who, built = show(store, "shown-1", "--width", "200").stdout.splitlines()[:4]
+    head, facts, agents, built = show(store, "shown-1", "--width", "200").stdout.splitlines()[:4]
     assert head == "rollout shown-1"
     assert facts.startswith("run shown · mode train · task t · group g of 2 · 2 attempts · ")
     assert facts.endswith("· 7 spans · 3 calls 9→6 tokens")
-    assert who == "agents agent (2 calls), runner (1 call)"
+    assert agents == "agents agent (2 calls), runner (1 call)"
     drops = "1 dropped as no_logprobs (1 logprobs for 2 tokens), 1 dropped as superseded_attempt (attempt 1 counts)"
     assert built == f"built: 1 transition, {drops}"
     assert "\nattempt 0: crash\n" in show(store, "shown-1", "--attempt", "0").stdout
-    one, said, last = show(store, "shown-1", "--attempt", "1", "--width", "200").stdout.partition("attempt 1: succeeded")
-    assert said + last == (
+    tree, verdict, rest = show(store, "shown-1", "--attempt", "1", "--width", "200").stdout.partition("attempt 1: succeeded")
+    assert verdict + rest == (
         "attempt 1: succeeded, with a partial result after KeyError: 'x'\n  the end of its log:\n  | thinking\n  | [b]done[/b]\n"
     )
-    assert outline(one) == [
+    assert outline(tree) == [
         "0 rollout · attempt 1 · final · ok · reward = 0.5 (event)",
         "1 ChatCompletion · llm · ok",
         "2 chat · gateway · policy v3 · stop · → transition, turn 0 of agent, reward = 0.5 (runner)",
@@ -129,14 +129,16 @@ def test_rollout_why_without_calls_names_no_calls(store: StoreSettings, tmp_path
     spans.evaluation(spans.root("callless-1", calls=0), 1.0)
     post(store, spans.otlp())
     build_once(Settings(store=store))
-    told = why(store, "callless-1", f"trainer.directory={tmp_path}")
-    assert any("attempt 0 counting. 0 calls: 0 transitions, 0 drops." in line for line in told), told
-    assert any(line.startswith("- The rollout itself: ") and "no_calls" in line for line in told), told
+    lines = why(store, "callless-1", f"trainer.directory={tmp_path}")
+    assert any("attempt 0 counting. 0 calls: 0 transitions, 0 drops." in line for line in lines), lines
+    assert any(line.startswith("- The rollout itself: ") and "no_calls" in line for line in lines), lines
 
 
 def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
     """Lines of `spangrad rollout why`."""
-    answer = run_spangrad("rollout", "why", rollout, *(word for one in (f"store.url={store.url}", *sets) for word in ("--set", one)))
+    answer = run_spangrad(
+        "rollout", "why", rollout, *(word for setting in (f"store.url={store.url}", *sets) for word in ("--set", setting))
+    )
     assert (answer.returncode, answer.stderr) == (0, "")
     return answer.stdout.splitlines()
 
@@ -144,8 +146,10 @@ def why(store: StoreSettings, rollout: str, *sets: str) -> list[str]:
 def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path) -> None:
     spans = SpanFactory(run="asked")
     root = spans.root("asked-1", calls=2)
-    made = [spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])]
-    post(store, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != made[1])))
+    calls = [
+        spans.call(spans.client(root, rollout="asked-1"), rollout="asked-1", Logprobs=logprobs) for logprobs in ([-0.5, -0.25], [-0.5])
+    ]
+    post(store, spans.otlp(*(str(row["SpanId"]) for row in spans.spans if row["SpanId"] != calls[1])))
     waiting = why(store, "asked-1")
     assert waiting[:3] == [
         "Rollout asked-1 of run asked (mode train): task t, group g of 2, 1 attempt.",
@@ -157,14 +161,14 @@ def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path
     )
 
     spans.evaluation(root, 0.5)
-    post(store, spans.otlp(root, made[1]))
+    post(store, spans.otlp(root, calls[1]))
     settings = Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|asked")))
     build_once(settings)
-    told = why(store, "asked-1")
-    place = next(number for number, line in enumerate(told) if f"specification {settings.builder.spec}, revision 0) at " in line)
-    assert told[place].endswith(" UTC, attempt 0 counting. 2 calls: 1 transition, 1 drop.")
-    kept, dropped = (made[number][:8] for number in (0, 1))
-    assert told[place + 1 : place + 5] == [
+    lines = why(store, "asked-1")
+    place = next(number for number, line in enumerate(lines) if f"specification {settings.builder.spec}, revision 0) at " in line)
+    assert lines[place].endswith(" UTC, attempt 0 counting. 2 calls: 1 transition, 1 drop.")
+    kept, dropped = (calls[number][:8] for number in (0, 1))
+    assert lines[place + 1 : place + 5] == [
         f"- Attempt 0, span {kept} (chat) by agent: transition, turn 0, sampled by policy policy version 3; reward = 0.5 (runner).",
         f"- Attempt 0, span {dropped} (chat) by agent: dropped as no_logprobs (1 logprobs for 2 tokens), reported by gateway.",
         "no_logprobs: Have the engine return a logprob for each sampled token: the gateway and `spangrad engine` ask for them.",
@@ -208,8 +212,8 @@ def test_rollout_rebuilt_after_training_is_listed_with_both_builds(store: StoreS
     trained = ("policy", "main", 4, "b-1", first.builder.spec, 0)
     assert client.query(there).result_rows == [(*trained, first.builder.spec, 1), (*trained, second.builder.spec, 0)]
     client.close()
-    told = [line for line in why(store, "again-1") if "rain" in line and not line.startswith(("Rollout", "- "))]
-    mine = "It is trained: batch b-1 made version 4 of policy policy (branch main)."
+    lines = [line for line in why(store, "again-1") if "rain" in line and not line.startswith(("Rollout", "- "))]
+    committed = "It is trained: batch b-1 made version 4 of policy policy (branch main)."
     since = "already_trained: that was revision 0; what came since changes no version: a rollout is trained once."
     other = f"already_trained: built by specification {first.builder.spec}, it helped to make version 4 of policy policy, "
-    assert sorted(told) == sorted([mine, since, f"{other}and branch main trains no rollout twice."])
+    assert sorted(lines) == sorted([committed, since, f"{other}and branch main trains no rollout twice."])

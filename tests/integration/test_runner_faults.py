@@ -105,20 +105,20 @@ class Stage:
     def roots(self) -> list[tuple[object, ...]]:
         """Task, attempt, failure, whether it is the last, calls and number of rewards of each."""
         keys = (semconv.TASK_ID, semconv.ROLLOUT_ATTEMPT, semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
-        found = [(*(root.attributes.get(key) for key in keys), len(root.events)) for root in self.sink.named("rollout")]
-        return sorted(found, key=lambda root: root[:2])
+        rows = [(*(root.attributes.get(key) for key in keys), len(root.events)) for root in self.sink.named("rollout")]
+        return sorted(rows, key=lambda root: root[:2])
 
 
 @asynccontextmanager
 async def stage(directory: Path, agent: AgentSpec, **settings: object) -> AsyncGenerator[Stage]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink, AttemptGateway() as gateway:
-        found = Settings(
+        chosen = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
             runner=RunnerSettings.model_validate({"run_id": "run", "directory": directory / "runner", **settings}),
         )
-        async with Runner(found, agent) as runner:
+        async with Runner(chosen, agent) as runner:
             yield Stage(runner, sink, gateway)
 
 
@@ -127,12 +127,12 @@ def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
-def mine(directory: Path) -> CallableAgent:
+def callable_agent(directory: Path) -> CallableAgent:
     return CallableAgent("mine:agent", directory=directory)
 
 
 async def test_runner_stopped_between_attempts_ends_root_span(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2, failure_rewards={"exception": None}) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), concurrency=1, max_attempts=2, failure_rewards={"exception": None}) as on:
         on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
         await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
@@ -147,14 +147,14 @@ async def test_runner_stopped_between_attempts_ends_root_span(tmp_path: Path) ->
 
 
 async def test_runner_agent_that_cannot_be_reloaded_ends_root_span(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), concurrency=1, max_attempts=2) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), concurrency=1, max_attempts=2) as on:
         with pytest.raises(AgentError, match="'mine:agent' cannot be loaded"):
             await on.runner.run([Task("t", "vandal")], mode=Mode.TRAIN, group_size=1)
         assert on.roots() == [("t", 0, "crash", False, 0, 0), ("t", 1, "cancelled", True, 0, 0)]
 
 
 async def test_runner_unstorable_text_of_agent_is_sanitized_in_its_attempt_only(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
         tasks = [Task(what, what) for what in ("odd reward", "raise oddly", "well")]
         outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert [(outcome.reward, outcome.failure, outcome.detail) for outcome in outcomes] == [
@@ -170,27 +170,27 @@ async def test_runner_unstorable_text_of_agent_is_sanitized_in_its_attempt_only(
 
 
 async def test_runner_root_span_refused_by_store_is_not_completed_in_queue(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
         on.sink.refusals = [(400, {})]
         with pytest.raises(
             StoreError, match=r"root spans did not get into the store at \S+ \(HTTP 400 not now\), and the queue is not informed"
         ):
             await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
-        (standing,) = (await on.runner.queue.rollouts(run_id="run")).rollouts
-        assert (standing.state, [one.reason for one in standing.attempts]) == (RolloutState.CANCELLED, [AttemptFailure.CANCELLED])
+        (rollout,) = (await on.runner.queue.rollouts(run_id="run")).rollouts
+        assert (rollout.state, [one.reason for one in rollout.attempts]) == (RolloutState.CANCELLED, [AttemptFailure.CANCELLED])
 
 
 def test_root_spans_open_gives_same_ids_per_key_and_other_ids_per_run() -> None:
     roots = RootSpans(StoreSettings(otlp_endpoint="http://127.0.0.1:9"))
     keys = [RolloutKey(run, "r", attempt) for run in ("one", "other") for attempt in (0, 1)]
-    twice = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).ids for key in keys] for _ in range(2)]
-    first, again = [[(one.trace, one.span) for one in spans] for spans in twice]
+    openings = [[roots.open(Rollout(key, Task("t", 1), Mode.TRAIN, "g", 1)).ids for key in keys] for _ in range(2)]
+    first, again = [[(one.trace, one.span) for one in spans] for spans in openings]
     assert first == again
     assert len({trace for trace, _ in first}) == len({span for _, span in first}) == 4
 
 
 async def test_runner_attempt_forgotten_by_gateway_fails_as_uncounted(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), max_attempts=2) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), max_attempts=2) as on:
         on.gateway.forgotten = {0}
         (outcome,) = await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
         assert (outcome.reward, outcome.failure, outcome.key.attempt) == ({"reward": 1.0}, None, 1)
@@ -198,7 +198,7 @@ async def test_runner_attempt_forgotten_by_gateway_fails_as_uncounted(tmp_path: 
 
 
 async def test_runner_agent_that_rewards_itself_succeeds_without_reward(tmp_path: Path) -> None:
-    async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+    async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
         (outcome,) = await on.runner.run([Task("t", "self")], mode=Mode.TRAIN, group_size=1)
         assert (outcome.reward, outcome.failure) == ({}, None)
         assert on.roots() == [("t", 0, None, True, 0, 0)]
@@ -207,7 +207,7 @@ async def test_runner_agent_that_rewards_itself_succeeds_without_reward(tmp_path
 
 async def test_runner_daemon_left_by_agent_does_not_delay_end(tmp_path: Path) -> None:
     async with asyncio.timeout(20):
-        async with stage(tmp_path, mine(tmp_path), max_attempts=1) as on:
+        async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
             (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
         assert outcome.reward is not None
         kill(int(outcome.reward["reward"]))

@@ -98,13 +98,13 @@ class Stage:
 async def stage(directory: Path, agent: AgentSpec, *, builder: BuilderSettings | None = None, **settings: Any) -> AsyncIterator[Stage]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
     with OtlpSink() as sink, AttemptGateway() as gateway:
-        found = Settings(
+        chosen = Settings(
             store=StoreSettings(otlp_endpoint=sink.url),
             gateway=GatewaySettings(url=gateway.url),
             runner=RunnerSettings(run_id="run", directory=directory / "runner", **settings),
             builder=builder or BuilderSettings(),
         )
-        async with Runner(found, agent) as runner:
+        async with Runner(chosen, agent) as runner:
             yield Stage(runner, sink, gateway)
 
 
@@ -167,8 +167,8 @@ async def test_runner_greedy_rollouts_adds_one_per_group(tmp_path: Path) -> None
         assert [(o.task_id, o.mode, o.calls) for o in outcomes] == [
             (name, mode, 1) for name in ("a", "b") for mode in (Mode.GREEDY, Mode.TRAIN, Mode.TRAIN)
         ]
-        told = {str(root.attributes[semconv.ROLLOUT_ID]): root.attributes for root in on.roots()}
-        roots = [told[o.key.rollout_id] for o in outcomes]
+        attributes = {str(root.attributes[semconv.ROLLOUT_ID]): root.attributes for root in on.roots()}
+        roots = [attributes[o.key.rollout_id] for o in outcomes]
         assert [(root[semconv.ROLLOUT_MODE], root[semconv.GROUP_SIZE]) for root in roots] == [("greedy", 1), ("train", 2), ("train", 2)] * 2
         groups = [root[semconv.GROUP_ID] for root in roots]
         assert groups == [groups[0]] * 3 + [groups[3]] * 3
@@ -227,8 +227,8 @@ async def test_run_failures_of_policy_get_failure_rewards_and_others_are_retried
         }
         roots = {(root.attributes[semconv.TASK_ID], root.attributes[semconv.ROLLOUT_ATTEMPT]): root for root in on.roots()}
         keys = (semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
-        told = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
-        assert told == {
+        recorded = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
+        assert recorded == {
             **{(name, 0): (name.strip(), True, 2, "ERROR", (reward_event("reward", value),)) for name, value in expected.items()},
             ("no_reward", 0): ("no_reward", False, 2, "ERROR", ()),
             ("no_reward", 1): (None, True, 2, "UNSET", (reward_event("reward", 1.0),)),
@@ -256,7 +256,7 @@ async def test_run_attempt_closed_by_gateway_fails_for_that_reason(tmp_path: Pat
         )
         assert (raised.failure, raised.detail, raised.reward) == (reason.removeprefix("run_"), "RuntimeError: bad day", {"reward": 0.0})
         assert (well.failure, well.reward) == (None, {"reward": 0.5})
-        limits = [one["limits"] for one in on.gateway.announced.values()]
+        limits = [announcement["limits"] for announcement in on.gateway.announced.values()]
         assert {(each["max_calls"], each["max_output_tokens"]) for each in limits} == {(3, 50)}
         assert all(stages[0] == ("run", 20) for stages in on.gateway.stages.values())
         assert on.gateway.stages.keys() == on.gateway.announced.keys()
@@ -291,8 +291,8 @@ async def test_run_failed_attempts_without_failure_rewards_are_retried(tmp_path:
         ]
         roots = {(root.attributes[semconv.TASK_ID], root.attributes[semconv.ROLLOUT_ATTEMPT]): root for root in on.roots()}
         keys = (semconv.ROLLOUT_FAILURE, semconv.ROLLOUT_FINAL, semconv.ROLLOUT_CALLS)
-        told = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
-        assert told == {
+        recorded = {name: (*(root.attributes.get(key) for key in keys), root.status, root.events) for name, root in roots.items()}
+        assert recorded == {
             ("second try", 0): ("exception", False, 2, "ERROR", ()),
             ("second try", 1): (None, True, 2, "UNSET", (reward_event("reward", 0.5),)),
             ("never", 0): ("exception", False, 2, "ERROR", ()),
@@ -420,10 +420,10 @@ async def test_run_cancelled_ends_root_spans_and_leaves_no_process(tmp_path: Pat
 
 def _children() -> list[str]:
     """Agent hosts among this process's children."""
-    found = [p for p in Path("/proc").glob("[0-9]*") if _readable(p)]
+    processes = [p for p in Path("/proc").glob("[0-9]*") if _readable(p)]
     return [
         str(p)
-        for p in found
+        for p in processes
         if b"spangrad.agent.host" in (p / "cmdline").read_bytes() and f"PPid:\t{os.getpid()}\n" in (p / "status").read_text()
     ]
 

@@ -20,15 +20,15 @@ from tests.support.runners import new_rollouts, queue_settings, runner_services,
 
 
 async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    fates = [GatewayError("the gateway is away."), StoreError("the store is away."), StoreError("the store is still away."), None]
+    errors = [GatewayError("the gateway is away."), StoreError("the store is away."), StoreError("the store is still away."), None]
     begins = 0
 
     async def serve(settings: Settings, agent: Any, ending: asyncio.Event, ready: Callable[[], object]) -> None:
         nonlocal begins
         ready()
         begins += 1
-        if (fate := fates.pop(0)) is not None:
-            raise fate
+        if (error := errors.pop(0)) is not None:
+            raise error
         ending.set()
 
     monkeypatch.setattr(runner_serving, "serve", serve)
@@ -49,11 +49,11 @@ async def test_worker_whose_store_never_answered_raises(monkeypatch: pytest.Monk
 
 
 async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ending, said, sentences = asyncio.Event(), asyncio.Event(), list[str]()
+    ending, warned, sentences = asyncio.Event(), asyncio.Event(), list[str]()
 
     def warning(text: str, *given: object) -> None:
         sentences.append(text % given)
-        said.set()
+        warned.set()
 
     async def open_handlers(settings: Settings, agent: Any, stack: Any, queue: Callable[[], Any]) -> Any:
         return await queue()
@@ -64,7 +64,7 @@ async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, mon
     settings = Settings(queue=QueueSettings(url="http://127.0.0.1:9"), runner=RunnerSettings(directory=tmp_path))
     serving_it = asyncio.create_task(runner_serving.serve(settings, CallableAgent("mine:agent"), ending, lambda: None))
     async with asyncio.timeout(20):
-        await said.wait()
+        await warned.wait()
         ending.set()
         await serving_it
     (sentence,) = sentences
@@ -107,11 +107,11 @@ async def test_close_lost_attempts_waits_for_gateway_and_closes_each_once(monkey
 
 async def test_rollout_timeout_overrides_worker_setting(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with runner_services(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, timeout_seconds=0.01) as services:
         async with serving(settings) as (client, _):
             await client.enqueue("run", with_mood("slow", new_rollouts(1, "long", timeout_seconds=100)))
             await client.enqueue("run", with_mood("hang", new_rollouts(1, "short", timeout_seconds=0.5)))
-            here.start_worker()
-            ended = {one.rollout_id: one for one in await until_ended(client, 2)}
-    told = {name: (one.state, one.attempts[-1].detail) for name, one in ended.items()}
-    assert told == {"long0": ("succeeded", ""), "short0": ("failed", "run: not done after 0.5 s")}
+            services.start_worker()
+            ended = {rollout.rollout_id: rollout for rollout in await until_ended(client, 2)}
+    outcomes = {name: (rollout.state, rollout.attempts[-1].detail) for name, rollout in ended.items()}
+    assert outcomes == {"long0": ("succeeded", ""), "short0": ("failed", "run: not done after 0.5 s")}

@@ -183,11 +183,11 @@ def bounded(directory: Path, sizes: tuple[int, int, int]) -> dict[str, int]:
         Sizes in bytes.
     """
     group = sharded_state.new_group()
-    _lived(directory / "small", SMALL, group)
-    return _lived(directory / "large", sizes, group)
+    _measured(directory / "small", SMALL, group)
+    return _measured(directory / "large", sizes, group)
 
 
-def _lived(base: Path, sizes: tuple[int, int, int], group: Any) -> dict[str, int]:
+def _measured(base: Path, sizes: tuple[int, int, int], group: Any) -> dict[str, int]:
     ranks, version = torch.distributed.get_world_size(), base / "version"
     with _peak() as memory, LargestStorage() as storages:
         engine = filled(base, sizes, (ranks,))

@@ -217,7 +217,7 @@ def test_autoload_with_another_distribution_sends_spans_once(tmp_path: Path, con
 
 
 @pytest.mark.parametrize(
-    ("variables", "url", "said"),
+    ("variables", "url", "warning"),
     [
         ({}, "http://localhost:4318/v1/traces", ""),
         ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://store:9/"}, "http://store:9/v1/traces", ""),
@@ -231,11 +231,11 @@ def test_autoload_with_another_distribution_sends_spans_once(tmp_path: Path, con
         ),
     ],
 )
-def test_otlp_url_from_variables(variables: dict[str, str], url: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_otlp_url_from_variables(variables: dict[str, str], url: str, warning: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert otlp_url(variables) == url
-    assert said in caplog.text
-    assert bool(said) == bool(caplog.text)
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
 
 
 def test_rollout_attributes_prefer_context_over_process() -> None:
@@ -268,13 +268,13 @@ def test_reward_adds_event_to_current_span(monkeypatch: pytest.MonkeyPatch) -> N
         reward(1)
         reward(-0.5, "tests")
     reward(0.25)
-    found = [
+    recorded = [
         (span.name, [(event.name, dict(event.attributes or {})) for event in span.events], (span.attributes or {})["spangrad.rollout.id"])
         for span in kept.get_finished_spans()
     ]
     event = "gen_ai.evaluation.result"
     name, value = "gen_ai.evaluation.name", "gen_ai.evaluation.score.value"
-    assert found == [
+    assert recorded == [
         ("step", [(event, {name: "reward", value: 1.0}), (event, {name: "tests", value: -0.5})], "r"),
         ("reward", [(event, {name: "reward", value: 0.25})], "r"),
     ]

@@ -146,16 +146,16 @@ def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def runner(directory: Path, agent: AgentSpec, **changes: object) -> AsyncGenerator[tuple[Runner, RunnerServices]]:
     (directory / "mine.py").write_text(textwrap.dedent(AGENT))
-    with runner_services(directory, **changes) as here:
-        async with Runner(here.settings, agent) as made:
-            yield made, here
+    with runner_services(directory, **changes) as services:
+        async with Runner(services.settings, agent) as started:
+            yield started, services
 
 
-async def outcomes(made: Runner, given: Sequence[str]) -> list[Outcome]:
-    return await made.run([Task(one, one) for one in given], mode=Mode.TRAIN, group_size=1)
+async def outcomes(started: Runner, given: Sequence[str]) -> list[Outcome]:
+    return await started.run([Task(name, name) for name in given], mode=Mode.TRAIN, group_size=1)
 
 
-def told(directory: Path) -> list[str]:
+def recorded(directory: Path) -> list[str]:
     file = directory / "told"
     return file.read_text().splitlines() if file.exists() else []
 
@@ -163,14 +163,14 @@ def told(directory: Path) -> list[str]:
 async def test_stages_hold_no_slot_of_another_stage(tmp_path: Path) -> None:
     agent = CallableAgent("mine:ran", "mine:judge", tmp_path, environment="mine:crossing")
     async with runner(tmp_path, agent, concurrency=1, initialisations=2, initialised_ahead=2, evaluations=1, max_attempts=1) as (
-        made,
-        here,
+        started,
+        services,
     ):
-        found = await outcomes(made, ["a", "b", "c"])
-        assert [(one.reward, one.detail) for one in found] == [({"reward": 1.0}, "")] * 3
-        assert sorted(told(tmp_path)) == ["closed a", "closed b", "closed c"]
-        roots = {span.span_id: span for span in here.sink.named("rollout")}
-        children = [span for stage in ("init", "run", "evaluate") for span in here.sink.named(stage)]
+        results = await outcomes(started, ["a", "b", "c"])
+        assert [(outcome.reward, outcome.detail) for outcome in results] == [({"reward": 1.0}, "")] * 3
+        assert sorted(recorded(tmp_path)) == ["closed a", "closed b", "closed c"]
+        roots = {span.span_id: span for span in services.sink.named("rollout")}
+        children = [span for stage in ("init", "run", "evaluate") for span in services.sink.named(stage)]
         assert Counter((span.parent_id, span.name) for span in children) == Counter(
             {(root, stage): 1 for root in roots for stage in ("init", "run", "evaluate")}
         )
@@ -180,7 +180,7 @@ async def test_stages_hold_no_slot_of_another_stage(tmp_path: Path) -> None:
             assert {key: span.attributes[key] for key in semconv.CONTEXT_KEYS[:4]} == {
                 key: root.attributes[key] for key in semconv.CONTEXT_KEYS[:4]
             }
-        assert here.sink.spans.index(children[0]) < min(here.sink.spans.index(root) for root in roots.values()), "before the root"
+        assert services.sink.spans.index(children[0]) < min(services.sink.spans.index(root) for root in roots.values()), "before the root"
 
 
 CLOSED = """
@@ -203,44 +203,44 @@ async def test_close_after_run_closes_environments_before_evaluation(tmp_path: P
     local = CallableAgent("mine:ran", "mine:judge_closed", tmp_path, environment="mine:Made")
     leased = CallableAgent("mine:ran_alone", "mine:judge_together", tmp_path, environment=server.address_of(settings).url)
     limits: dict[str, Any] = {"workers": 1, "concurrency": 2, "evaluations": 2, "max_attempts": 1, "close_after_run": True}
-    with runner_services(tmp_path, **limits) as here:
+    with runner_services(tmp_path, **limits) as services:
         (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT) + CLOSED)
-        async with Runner(here.settings, local) as made:
-            assert [one.reward for one in await outcomes(made, ["a"])] == [{"reward": 1.0}]
-        assert told(tmp_path) == ["closed a"], "once"
+        async with Runner(services.settings, local) as started:
+            assert [outcome.reward for outcome in await outcomes(started, ["a"])] == [{"reward": 1.0}]
+        assert recorded(tmp_path) == ["closed a"], "once"
         # Each is evaluated once both have run, and there is one instance.
-        async with server.running(settings, Env, 1), Runner(here.settings, leased) as made:
-            assert [(one.reward, one.detail) for one in await outcomes(made, ["a", "b"])] == [({"reward": 1.0}, "")] * 2
+        async with server.running(settings, Env, 1), Runner(services.settings, leased) as started:
+            assert [(outcome.reward, outcome.detail) for outcome in await outcomes(started, ["a", "b"])] == [({"reward": 1.0}, "")] * 2
 
 
 async def test_initialised_ahead_bounds_environments(tmp_path: Path) -> None:
     agent = CallableAgent("mine:one_of_many", directory=tmp_path, environment="mine:counted")
-    async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (made, _):
-        found = await outcomes(made, [str(number) for number in range(8)])
-        assert max(one.reward["reward"] for one in found if one.reward) == 2
-        assert [one.detail for one in found] == [""] * 8
+    async with runner(tmp_path, agent, concurrency=1, initialisations=8, initialised_ahead=2, max_attempts=1) as (started, _):
+        results = await outcomes(started, [str(number) for number in range(8)])
+        assert max(outcome.reward["reward"] for outcome in results if outcome.reward) == 2
+        assert [outcome.detail for outcome in results] == [""] * 8
 
 
 async def test_cancelled_attempt_frees_slot_of_each_stage(tmp_path: Path) -> None:
     queue = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1)
     agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     one_each = {"concurrency": 1, "initialisations": 1, "initialised_ahead": 1, "evaluations": 1, "workers": 1}
-    async with serving(queue), runner(tmp_path, agent, queue__url=queue.queue.url, **one_each) as (made, here):
+    async with serving(queue), runner(tmp_path, agent, queue__url=queue.queue.url, **one_each) as (started, services):
         for stage in ("init", "run", "evaluate"):
-            run = asyncio.create_task(outcomes(made, [stage]))
-            await until(lambda stage=stage: _true(f"in {stage}" in told(tmp_path)), 60)
-            (waiting,) = [one for one in (await made.queue.rollouts(run_id="run")).rollouts if one.task_id == stage]
-            await made.queue.cancel(RolloutSelector(rollout_ids=[waiting.rollout_id]))
-            assert [one.failure for one in await run] == [AttemptFailure.CANCELLED]
-            (well,) = await outcomes(made, [f"after {stage}"])
+            run = asyncio.create_task(outcomes(started, [stage]))
+            await until(lambda stage=stage: _true(f"in {stage}" in recorded(tmp_path)), 60)
+            (waiting,) = [rollout for rollout in (await started.queue.rollouts(run_id="run")).rollouts if rollout.task_id == stage]
+            await started.queue.cancel(RolloutSelector(rollout_ids=[waiting.rollout_id]))
+            assert [outcome.failure for outcome in await run] == [AttemptFailure.CANCELLED]
+            (well,) = await outcomes(started, [f"after {stage}"])
             assert well.reward == {"reward": 1.0}
-        assert Counter(told(tmp_path)) == Counter(
+        assert Counter(recorded(tmp_path)) == Counter(
             [f"in {stage}" for stage in ("init", "run", "evaluate")]
             + [f"opened {which}{stage}" for stage in ("init", "run", "evaluate") for which in ("", "after ")]
             # What was not entered is not left.
             + [f"closed {which}{stage}" for stage in ("init", "run", "evaluate") for which in ("", "after ") if which + stage != "init"]
         )
-        assert {root[semconv.ROLLOUT_FINAL] for root in here.roots().values()} == {True}
+        assert {root[semconv.ROLLOUT_FINAL] for root in services.roots().values()} == {True}
 
 
 async def _true(value: object) -> bool:
@@ -250,23 +250,23 @@ async def _true(value: object) -> bool:
 async def test_stage_timeouts_are_separate_and_named_in_detail(tmp_path: Path) -> None:
     agent = CallableAgent("mine:blocks_running", "mine:blocks_judging", tmp_path, environment="mine:blocking")
     times = {"init_timeout_seconds": 1, "timeout_seconds": 1.5, "evaluation_timeout_seconds": 2}
-    async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (made, here):
-        found = await outcomes(made, ["init", "init raises", "run", "evaluate", "init thread", "evaluate thread"])
-        assert [(one.failure, one.detail) for one in found[:4]] == [
+    async with runner(tmp_path, agent, concurrency=4, max_attempts=1, **times) as (started, services):
+        results = await outcomes(started, ["init", "init raises", "run", "evaluate", "init thread", "evaluate thread"])
+        assert [(outcome.failure, outcome.detail) for outcome in results[:4]] == [
             (AttemptFailure.ENVIRONMENT, "init: not done after 1 s"),
             (AttemptFailure.ENVIRONMENT, "LookupError: no such world"),
             (AttemptFailure.TIMEOUT, "run: not done after 1.5 s"),
             (AttemptFailure.EVALUATION, "evaluate: not done after 2 s"),
         ]
         # A thread that hangs is its process's end; what it took along does not matter here.
-        assert {one.failure for one in found[4:]} <= {AttemptFailure.ENVIRONMENT, AttemptFailure.EVALUATION, AttemptFailure.CRASH}
-        assert [one.reward for one in found[:4]] == [None, None, {"reward": 0.0}, None], "the agent's time alone is the policy's"
-        (well,) = await outcomes(made, ["well"])
+        assert {outcome.failure for outcome in results[4:]} <= {AttemptFailure.ENVIRONMENT, AttemptFailure.EVALUATION, AttemptFailure.CRASH}
+        assert [outcome.reward for outcome in results[:4]] == [None, None, {"reward": 0.0}, None], "the agent's time alone is the policy's"
+        (well,) = await outcomes(started, ["well"])
         assert (well.reward, well.failure) == ({"reward": 1.0}, None)
-        (root,) = [span for span in here.sink.named("rollout") if span.attributes[semconv.ROLLOUT_ID] == found[3].key.rollout_id]
-        taken = {span.name: span.seconds for span in here.sink.spans if span.parent_id == root.span_id and span.scope == root.scope}
+        (root,) = [span for span in services.sink.named("rollout") if span.attributes[semconv.ROLLOUT_ID] == results[3].key.rollout_id]
+        taken = {span.name: span.seconds for span in services.sink.spans if span.parent_id == root.span_id and span.scope == root.scope}
         assert (list(taken), taken["evaluate"] >= 2) == (["init", "run", "evaluate"], True)
-        assert taken["run"] == pytest.approx(found[3].seconds, abs=1e-5), "a stage's span lasts as long as the stage"
+        assert taken["run"] == pytest.approx(results[3].seconds, abs=1e-5), "a stage's span lasts as long as the stage"
 
 
 class Env:
@@ -286,11 +286,11 @@ class Env:
 async def test_leased_environment_of_killed_host_is_released(tmp_path: Path) -> None:
     settings = environment_service_settings()
     agent = CallableAgent("mine:leased", directory=tmp_path, environment=server.address_of(settings).url)
-    async with server.running(settings, Env, 1), runner(tmp_path, agent) as (made, _):
+    async with server.running(settings, Env, 1), runner(tmp_path, agent) as (started, _):
         # The only instance is had by the second attempt, clean: the first one's host was killed with it in its hands.
-        (found,) = await outcomes(made, ["kill"])
-        assert (found.key.attempt, found.failure) == (1, AttemptFailure.INVALID_OUTPUT)
-        assert told(tmp_path) == ["kill 0 has ['kill']", "kill 1 has ['kill']"]
+        (outcome,) = await outcomes(started, ["kill"])
+        assert (outcome.key.attempt, outcome.failure) == (1, AttemptFailure.INVALID_OUTPUT)
+        assert recorded(tmp_path) == ["kill 0 has ['kill']", "kill 1 has ['kill']"]
 
 
 @pytest.mark.slow
@@ -298,19 +298,19 @@ async def test_environment_service_restarted_fails_leased_attempts_and_serves_on
     settings = environment_service_settings(lease_seconds=1)
     agent = CallableAgent("mine:leased", "mine:judge_leased", tmp_path, environment=server.address_of(settings).url)
     text = textwrap.dedent(AGENT) + "\n\ndef judge_leased(given, output):\n    return float(output == {'given': given})\n"
-    with runner_services(tmp_path, max_attempts=2) as here:
+    with runner_services(tmp_path, max_attempts=2) as services:
         (tmp_path / "mine.py").write_text(text)
         async with server.running(settings, Env, 1):
-            made = await Runner(here.settings, agent).__aenter__()
-            run = asyncio.create_task(outcomes(made, ["wait"]))
-            await until(lambda: _true(told(tmp_path)), 60)
+            started = await Runner(services.settings, agent).__aenter__()
+            run = asyncio.create_task(outcomes(started, ["wait"]))
+            await until(lambda: _true(recorded(tmp_path)), 60)
         try:
             async with server.running(settings, Env, 1):
-                (found,) = await run
+                (outcome,) = await run
         finally:
-            await made.__aexit__(None, None, None)
-        assert (found.key.attempt, found.reward) == (1, {"reward": 1.0})
-        (first,) = [root for (_, attempt), root in here.roots().items() if attempt == 0]
+            await started.__aexit__(None, None, None)
+        assert (outcome.key.attempt, outcome.reward) == (1, {"reward": 1.0})
+        (first,) = [root for (_, attempt), root in services.roots().items() if attempt == 0]
         assert first[semconv.ROLLOUT_FAILURE] == "environment"
 
 
@@ -353,10 +353,10 @@ async def test_reward_service_evaluates_programs_and_environments(tmp_path: Path
         url = f"{rewards.url}/judge"
         agent = CommandAgent((sys.executable, "program.py"), url, tmp_path, environment=environments)
         limits = {"concurrency": 2, "max_attempts": 1, "evaluation_timeout_seconds": 2}
-        async with server.running(settings, Env, 2), runner(tmp_path, agent, **limits) as (made, here):
-            tasks = [Task(name, said) for name, said in answers.items()]
-            found = {one.task_id: one for one in await made.run(tasks, mode=Mode.TRAIN, group_size=1)}
-            assert {name: (one.reward, one.failure, one.detail) for name, one in found.items()} == {
+        async with server.running(settings, Env, 2), runner(tmp_path, agent, **limits) as (started, services):
+            tasks = [Task(name, answer) for name, answer in answers.items()]
+            results = {outcome.task_id: outcome for outcome in await started.run(tasks, mode=Mode.TRAIN, group_size=1)}
+            assert {name: (outcome.reward, outcome.failure, outcome.detail) for name, outcome in results.items()} == {
                 "well": ({"reward": 0.5}, None, ""),
                 "several": ({"a": 1.0, "b": -2.5}, None, ""),
                 "game": ({"reward": {"white": 1.0, "black": -1.0}}, None, ""),
@@ -366,16 +366,16 @@ async def test_reward_service_evaluates_programs_and_environments(tmp_path: Path
                 "broken": (None, AttemptFailure.EVALUATION, f"{url} answers HTTP 500: ouch"),
                 "busy": (None, AttemptFailure.EVALUATION, f"evaluate: not done after 2 s; {url} says: HTTP 503: busy"),
             }
-            assert len(here.roots()) == len(answers)
-        said = [[200, "null"]]
-        environment = {"seen": [said]}
-        (asked,) = [one for one in rewards.asked if one["task_id"] == "none"]
+            assert len(services.roots()) == len(answers)
+        answer = [[200, "null"]]
+        environment = {"seen": [answer]}
+        (asked,) = [request for request in rewards.asked if request["task_id"] == "none"]
         assert asked == {
-            "rollout_id": found["none"].key.rollout_id,
+            "rollout_id": results["none"].key.rollout_id,
             "attempt": 0,
             "task_id": "none",
-            "input": said,
-            "output": {"given": said, "environment": environment},
+            "input": answer,
+            "output": {"given": answer, "environment": environment},
             "environment": environment,
         }
 
@@ -385,17 +385,17 @@ async def test_reward_service_evaluates_programs_and_environments(tmp_path: Path
 def test_slots_taken_never_exceed_count(count: int, steps: list[tuple[str, int]]) -> None:
     async def story() -> None:
         places, asked = Slots(count), dict[int, asyncio.Task[Any]]()
-        for what, who in steps:
-            if what == "take" and who not in asked:
-                asked[who] = asyncio.create_task(places.take())
-            elif who in asked and asked[who].done() and what.startswith("free"):
-                place = asked[who].result()
+        for what, asker in steps:
+            if what == "take" and asker not in asked:
+                asked[asker] = asyncio.create_task(places.take())
+            elif asker in asked and asked[asker].done() and what.startswith("free"):
+                place = asked[asker].result()
                 place.free()
                 if what == "free again":
                     place.free()
-                del asked[who]
-            elif who in asked and not asked[who].done() and what == "leave":
-                asked.pop(who).cancel()
+                del asked[asker]
+            elif asker in asked and not asked[asker].done() and what == "leave":
+                asked.pop(asker).cancel()
             for _ in range(5):
                 await asyncio.sleep(0)
             has = sum(task.done() for task in asked.values())

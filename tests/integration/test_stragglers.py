@@ -35,22 +35,22 @@ class Whole(FakeSource):
 
     def ready(self) -> list[Group]:
         with SyncQueueClient(QueueClient.of(self.queue)) as plain:
-            found = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
+            rollouts = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
         states: defaultdict[str, set[RolloutState]] = defaultdict(set)
-        for one in found:
-            states[one.group_id].add(one.state)
+        for rollout in rollouts:
+            states[rollout.group_id].add(rollout.state)
         self.names = [name for name, its in states.items() if its == {RolloutState.SUCCEEDED}]
         self.changes = dict.fromkeys(self.names, self.facts)
         return super().ready()
 
 
 async def test_extra_groups_cancel_slow_rollout_without_delaying_batch(tmp_path: Path) -> None:
-    services = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue__lease_seconds=1)
+    configured = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=1, queue__lease_seconds=1)
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=0, max_steps=STEPS)
-    chosen = chosen.model_copy(update={"runner": services.runner, "queue": services.queue})
+    chosen = chosen.model_copy(update={"runner": configured.runner, "queue": configured.queue})
     assert chosen.trainer.sampling.groups_per_batch == 2
-    with runner_services(tmp_path, queue__url=services.queue.url, concurrency=3) as here:
-        async with serving(services) as (client, _):
+    with runner_services(tmp_path, queue__url=configured.queue.url, concurrency=3) as services:
+        async with serving(configured) as (client, _):
 
             async def served(_: str) -> None:
                 return None
@@ -62,35 +62,35 @@ async def test_extra_groups_cancel_slow_rollout_without_delaying_batch(tmp_path:
                     await source.update()
                     await asyncio.sleep(0.05)
 
-            whole = Whole(services.queue)
+            whole = Whole(configured.queue)
             trainer = wired(chosen, whole)
             frontier = trainer.ledger.frontier()
             assert frontier
             whole.version = lambda: trainer.ledger.committed_versions()[-1]
             whole.facts = {"TokenizerHash": frontier.tokenizer_hash}
-            here.start_worker()
-            here.start_worker()
+            services.start_worker()
+            services.start_worker()
             following = asyncio.create_task(follow())
             async with asyncio.timeout(60):  # an attempt may take 300 s
                 await asyncio.to_thread(trainer.run, follow=True)
-                await asyncio.to_thread(here.sink.wait_for, lambda: _failures(here.roots()).count((SLOW, "cancelled")) == 2, 30)
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 10, "the end of the agents' programs")
+                await asyncio.to_thread(services.sink.wait_for, lambda: _failures(services.roots()).count((SLOW, "cancelled")) == 2, 30)
+            await asyncio.to_thread(wait_until, lambda: not services.processes(), 10, "the end of the agents' programs")
             following.cancel()
             rollouts = (await client.rollouts(run_id="run", limit=1000)).rollouts
             demand = await client.demand("run")
     assert len(committed(trainer)) == STEPS + 1
     assert (demand.groups, demand.branches[0].filled) == (2 * STEPS, 2 * STEPS)
-    cancelled = {one.group_id: one.task_id for one in rollouts if one.state is RolloutState.CANCELLED}
+    cancelled = {rollout.group_id: rollout.task_id for rollout in rollouts if rollout.state is RolloutState.CANCELLED}
     # The group that came in its place is one too many in the end: it may have ended by then, or not.
     assert Counter(task == SLOW for task in cancelled.values()) in ({True: 1}, {True: 1, False: 1})
     assert demand.cancelled == len(cancelled)
-    assert Counter((one.task_id == SLOW, one.state) for one in rollouts)[True, RolloutState.CANCELLED] == 2
-    assert {one.state for one in rollouts if one.group_id not in cancelled} == {RolloutState.SUCCEEDED}
-    failures = Counter(_failures(here.roots()))
+    assert Counter((rollout.task_id == SLOW, rollout.state) for rollout in rollouts)[True, RolloutState.CANCELLED] == 2
+    assert {rollout.state for rollout in rollouts if rollout.group_id not in cancelled} == {RolloutState.SUCCEEDED}
+    failures = Counter(_failures(services.roots()))
     assert failures.pop((SLOW, "cancelled")) == 2
     assert {*failures} <= {(task, "cancelled") for task in cancelled.values()}
 
 
 def _failures(roots: Mapping[tuple[str, int], Mapping[str, object]]) -> list[tuple[object, object]]:
-    found = [root for root in roots.values() if semconv.ROLLOUT_FAILURE in root]
-    return [(root[semconv.TASK_ID], root[semconv.ROLLOUT_FAILURE]) for root in found]
+    failed = [root for root in roots.values() if semconv.ROLLOUT_FAILURE in root]
+    return [(root[semconv.TASK_ID], root[semconv.ROLLOUT_FAILURE]) for root in failed]

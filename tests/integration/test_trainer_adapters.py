@@ -45,9 +45,9 @@ def trained(model: Path, settings: TrainerSettings) -> VerlOptimizer:
 
 def test_adapter_version_loads_in_peft_and_resumes(tiny_model: Path, tmp_path: Path):
     engine = trained(tiny_model, ALONE)
-    made = written(engine, tiny_model, tmp_path / "alone")
+    stored = written(engine, tiny_model, tmp_path / "alone")
     whole = written(trained(tiny_model, MERGED), tiny_model, tmp_path / "merged")
-    assert sorted(file.name for file in made.path.iterdir() if "token" not in file.name and "chat" not in file.name) == [
+    assert sorted(file.name for file in stored.path.iterdir() if "token" not in file.name and "chat" not in file.name) == [
         checkpoint.MARKER,
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -55,21 +55,21 @@ def test_adapter_version_loads_in_peft_and_resumes(tiny_model: Path, tmp_path: P
         "generation_config.json",
         checkpoint.STATE,
     ]
-    assert adapter_facts(made.path).base == tiny_model
-    config = json.loads((made.path / "adapter_config.json").read_text())
+    assert adapter_facts(stored.path).base == tiny_model
+    config = json.loads((stored.path / "adapter_config.json").read_text())
     linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6, linear)
     answer = [9, 11, 2]
-    ours, merged = logprobs_of(made.path, list(PROMPT), answer), logprobs_of(whole.path, list(PROMPT), answer)
+    ours, merged = logprobs_of(stored.path, list(PROMPT), answer), logprobs_of(whole.path, list(PROMPT), answer)
     assert ours == pytest.approx(merged, abs=2e-5), "what PEFT computes is what the merged weights compute"
     assert ours != pytest.approx(logprobs_of(tiny_model, list(PROMPT), answer), abs=1e-3), "the step changed nothing to be seen"
-    checkpoint.verify(made.path, made.checksum)
+    checkpoint.verify(stored.path, stored.checksum)
 
-    later = sampled(made.path, seed=2)
+    later = sampled(stored.path, seed=2)
     assert engine.step(replace(later, advantages=0 * later.advantages))["logprob_gap_max"] < 1e-4, "what PEFT computes is what is trained"
     expected = engine.step(later)
     resumed = VerlOptimizer(tiny_model, ALONE)
-    resumed.load_state(made.path)
+    resumed.load_state(stored.path)
     assert resumed.step(later) == expected
     for (name, ones), (_, others) in zip(engine.weights(), resumed.weights(), strict=True):
         assert np.array_equal(ones, others), name
@@ -97,19 +97,19 @@ def test_load_state_of_other_weight_sync_method_raises(tiny_model: Path, tmp_pat
 def test_adapter_checksum_covers_base_scale_and_adapter(tiny_model: Path, tmp_path: Path):
     engine = VerlOptimizer(tiny_model, ALONE)
     assert written(engine, tiny_model, tmp_path / "begun").checksum != checksum_directory(tiny_model), "A counts, though B is 0"
-    made = written(trained(tiny_model, ALONE), tiny_model, tmp_path / "trained")
-    file = made.path / "adapter_config.json"
-    said = json.loads(file.read_text())
-    file.write_text(json.dumps({**said, "lora_alpha": 7}))
-    (made.path / checkpoint.MARKER).unlink()
+    stored = written(trained(tiny_model, ALONE), tiny_model, tmp_path / "trained")
+    file = stored.path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "lora_alpha": 7}))
+    (stored.path / checkpoint.MARKER).unlink()
     with pytest.raises(CheckpointError, match="holds weights with checksum"):
-        checkpoint.verify(made.path, made.checksum)
-    file.write_text(json.dumps({**said, "use_rslora": True}))
+        checkpoint.verify(stored.path, stored.checksum)
+    file.write_text(json.dumps({**config, "use_rslora": True}))
     with pytest.raises(CheckpointError, match="asks for use_rslora"):
-        checksum_directory(made.path)
-    file.write_text(json.dumps({**said, "base_model_name_or_path": str(tmp_path / "gone")}))
+        checksum_directory(stored.path)
+    file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(CheckpointError, match="which is no directory here"):
-        checksum_directory(made.path)
+        checksum_directory(stored.path)
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_adapter_run_is_continued_from_last_adapter(tiny_model: Path, store: Sto
         ledger = Ledger(tmp_path, trainer.policy, trainer.branch)
         newest = ledger.version(run).policy_version
         ledger.close()
-        made = Path(newest.path)
-        assert adapter_facts(made) == AdapterFacts(tiny_model, 4, 6), "of the model that the branch began with, not of its parent"
-        checkpoint.verify(made, newest.checksum)
-        assert not (made / checkpoint.WEIGHTS).exists()
+        directory = Path(newest.path)
+        assert adapter_facts(directory) == AdapterFacts(tiny_model, 4, 6), "of the model that the branch began with, not of its parent"
+        checkpoint.verify(directory, newest.checksum)
+        assert not (directory / checkpoint.WEIGHTS).exists()

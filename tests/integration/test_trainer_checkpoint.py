@@ -45,33 +45,33 @@ def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], 
 
 
 def visible(directory: Path) -> list[str]:
-    return sorted(str(one.relative_to(directory)) for one in directory.glob("*/*/*"))
+    return sorted(str(path.relative_to(directory)) for path in directory.glob("*/*/*"))
 
 
 def test_checkpoint_is_model_directory_with_state_and_marker(tmp_path: Path, base: Path):
-    made = write(tmp_path / "policies", base)
-    assert made.path == tmp_path / "policies/org%2Fpolicy/main/v1"
-    assert sorted(one.name for one in made.path.iterdir()) == [
+    written = write(tmp_path / "policies", base)
+    assert written.path == tmp_path / "policies/org%2Fpolicy/main/v1"
+    assert sorted(path.name for path in written.path.iterdir()) == [
         "STABLE",
         "config.json",
         "model.safetensors",
         "optimizer",
         "tokenizer.json",
     ]
-    assert (made.path / "optimizer/shard").read_text() == "state"
-    assert (made.checksum, made.tokenizer_hash) == (checksum_directory(made.path), tokenizer_hash(base))
-    marker = json.loads((made.path / "STABLE").read_text())
-    files = [file for file in made.path.rglob("*") if file.is_file() and file.name != "STABLE"]
-    sizes = {file.relative_to(made.path).as_posix(): file.stat().st_size for file in files}
+    assert (written.path / "optimizer/shard").read_text() == "state"
+    assert (written.checksum, written.tokenizer_hash) == (checksum_directory(written.path), tokenizer_hash(base))
+    marker = json.loads((written.path / "STABLE").read_text())
+    files = [file for file in written.path.rglob("*") if file.is_file() and file.name != "STABLE"]
+    sizes = {file.relative_to(written.path).as_posix(): file.stat().st_size for file in files}
     assert marker == {
-        "path": str(made.path), "policy": "org/policy", "branch": "main", "version": 1, "parent": 0, "batch_id": "b",
-        "checksum": made.checksum, "tokenizer_hash": made.tokenizer_hash, "files": sizes,
+        "path": str(written.path), "policy": "org/policy", "branch": "main", "version": 1, "parent": 0, "batch_id": "b",
+        "checksum": written.checksum, "tokenizer_hash": written.tokenizer_hash, "files": sizes,
     }  # fmt: skip
     from safetensors.numpy import load_file
 
-    loaded = load_file(made.path / "model.safetensors")
+    loaded = load_file(written.path / "model.safetensors")
     assert {name: value.tolist() for name, value in loaded.items()} == {name: value.tolist() for name, value in WEIGHTS.items()}
-    checkpoint.verify(made.path, made.checksum)
+    checkpoint.verify(written.path, written.checksum)
 
 
 def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: Path, base: Path):
@@ -80,7 +80,7 @@ def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: 
     boundaries, whole = list[int](), 0
     for boundary in left_by_crashes(lambda: write(directory, base), {checkpoint.__file__: {"write"}}, directory):
         boundaries.append(boundary)
-        versions = [one for one in visible(directory) if one.endswith("/v1")]
+        versions = [name for name in visible(directory) if name.endswith("/v1")]
         if versions:
             whole += 1
             marker = json.loads((directory / versions[0] / "STABLE").read_text())
@@ -110,26 +110,26 @@ def test_checkpoint_write_existing_version_raises(tmp_path: Path, base: Path):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer/shard", "tokenizer.json"])
 @pytest.mark.parametrize("left", [None, 0, 3])
 def test_checkpoint_verify_truncated_or_missing_file_raises(tmp_path: Path, base: Path, name: str, left: int | None):
-    made = write(tmp_path / "policies", base)
-    file = made.path / name
+    written = write(tmp_path / "policies", base)
+    file = written.path / name
     if left is None:
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:left])
     with pytest.raises(CheckpointError, match=f"{name} is {'missing' if left is None else f'{left} bytes'}"):
-        checkpoint.verify(made.path, made.checksum)
+        checkpoint.verify(written.path, written.checksum)
 
 
 def test_checkpoint_verify_other_weights_of_same_size_raises(tmp_path: Path, base: Path):
-    made = write(tmp_path / "policies", base)
-    file = made.path / "model.safetensors"
+    written = write(tmp_path / "policies", base)
+    file = written.path / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match="the ledger says float32:"):
-        checkpoint.verify(made.path, made.checksum)
+        checkpoint.verify(written.path, written.checksum)
     with pytest.raises(CheckpointError, match="is missing"):
-        checkpoint.verify(tmp_path / "nowhere", made.checksum)
+        checkpoint.verify(tmp_path / "nowhere", written.checksum)
 
 
 def test_checkpoint_prune_removes_old_versions(tmp_path: Path, base: Path):

@@ -48,9 +48,9 @@ def contents(directory: Path) -> dict[str, Any]:
     return named
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+def differing(weights: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    assert weights.keys() == other.keys()
+    return [name for name in weights if not torch.equal(weights[name], other[name])]
 
 
 def batch(model: Path, seed: int) -> Batch:
@@ -86,11 +86,13 @@ class Sampled(FakeSource):
     def load(self, groups: Sequence[Group]) -> Loaded:
         loaded = super().load(groups)
         own = ("PromptIds", "ResponseIds", "Logprobs")
-        facts = [row for one in groups for row in self.rows[one.group_id]]
+        facts = [row for group in groups for row in self.rows[group.group_id]]
         rows = [
             {**row, **{name: given[name] for name in own}} for row, given in zip(loaded.transitions.rows(named=True), facts, strict=True)
         ]
-        rollouts = [BatchRollout(Group("run", "train", SPEC, one.group.group_id), one.rollout_id, 0, 0) for one in loaded.rollouts]
+        rollouts = [
+            BatchRollout(Group("run", "train", SPEC, rollout.group.group_id), rollout.rollout_id, 0, 0) for rollout in loaded.rollouts
+        ]
         return Loaded(rollouts, pl.DataFrame(rows, schema=loaded.transitions.schema))
 
 
@@ -99,7 +101,7 @@ def test_run_with_checkpoints_beside_steps_equals_run_without(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ):
     """Three versions, bit by bit; calls of the first weights are checked against held weights of earlier versions meanwhile."""
-    made: dict[bool, list[dict[str, Any]]] = {}
+    stored: dict[bool, list[dict[str, Any]]] = {}
     pending: list[bool] = []
     for beside in (True, False):
         monkeypatch.setattr(Trainer, "_overlaps", beside)
@@ -129,11 +131,11 @@ def test_run_with_checkpoints_beside_steps_equals_run_without(
 
         trainer.optimizer.step, trainer.optimizer.write = stepped, written  # type: ignore[method-assign]
         trainer.run(follow=False)
-        made[beside] = [contents(Path(version.policy_version.path)) for version in trainer.ledger.versions()[1:]]
+        stored[beside] = [contents(Path(version.policy_version.path)) for version in trainer.ledger.versions()[1:]]
         trainer.close()
     assert pending == [False, True, True, False, False, False], "a step began while the version before it was written"
-    assert [differing(one, other) for one, other in zip(made[True], made[False], strict=True)] == [[], [], []]
-    assert differing(made[True][0], made[True][1])
+    assert [differing(weights, other) for weights, other in zip(stored[True], stored[False], strict=True)] == [[], [], []]
+    assert differing(stored[True][0], stored[True][1])
 
 
 def test_gpu_of_process_is_used_in_thread_of_another_call(monkeypatch: pytest.MonkeyPatch):

@@ -62,17 +62,17 @@ class Queue:
 
 @pytest.fixture
 def queue() -> Iterator[Queue]:
-    made = Queue()
+    fake_queue = Queue()
 
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
-            status, said = made.put(self.path, body, self.headers.get("Authorization"))
+            status, answer = fake_queue.put(self.path, body, self.headers.get("Authorization"))
             self.send_response(status)
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(answer)
 
         do_GET = do_PUT  # noqa: N815
 
@@ -80,9 +80,9 @@ def queue() -> Iterator[Queue]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        made.url = f"http://127.0.0.1:{server.server_port}"
+        fake_queue.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        yield made
+        yield fake_queue
         server.shutdown()
 
 
@@ -120,13 +120,13 @@ def test_spent_counts_trained_and_skipped_groups(place: Place):
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
 def test_in_flight_is_bounded_by_staleness_and_steps_left(steps: int, most: int, flying: int):
     chosen = TWO.model_copy(update={"max_steps": most})
-    gone = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5})
-    assert in_flight(chosen, gone) == flying
-    assert demand(gone, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
-    assert demand(gone, chosen, [0], ready=3).filled == gone.groups + min(3, flying), "of those that are wanted"
+    consumed = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5})
+    assert in_flight(chosen, consumed) == flying
+    assert demand(consumed, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
+    assert demand(consumed, chosen, [0], ready=3).filled == consumed.groups + min(3, flying), "of those that are wanted"
     cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5, SkipReason.CANCELLED: 7})
-    assert groups_wanted(cancelled, chosen) == groups_wanted(gone, chosen), "what was cancelled is not counted as enqueued, either"
-    assert demand(gone, chosen, [7]).oldest_version == 7
+    assert groups_wanted(cancelled, chosen) == groups_wanted(consumed, chosen), "what was cancelled is not counted as enqueued, either"
+    assert demand(consumed, chosen, [7]).oldest_version == 7
 
 
 def test_in_flight_follows_filtered_share_and_ready_groups():
@@ -151,17 +151,17 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
         def opened() -> Ledger:
             return Ledger(Path(directory), "policy", "main")
 
-        def say(level: int) -> None:
+        def send_level(level: int) -> None:
             queue.put("", {"policy": "policy", "branch": "main", "groups": level}, None)
 
         def look() -> None:
-            gone = consumed_groups(ledger, chosen, SPEC)
-            needed = usable(chosen, gone.steps)
-            used.append(gone.groups + needed)
-            stated.append(groups_wanted(gone, chosen, random.randrange(6)))
-            assert needed <= stated[-1] - gone.groups <= 3 * needed
-            assert in_flight(chosen, gone, needed) == needed, "what is ready is not replaced"
-            say(stated[-1])
+            consumed = consumed_groups(ledger, chosen, SPEC)
+            needed = usable(chosen, consumed.steps)
+            used.append(consumed.groups + needed)
+            stated.append(groups_wanted(consumed, chosen, random.randrange(6)))
+            assert needed <= stated[-1] - consumed.groups <= 3 * needed
+            assert in_flight(chosen, consumed, needed) == needed, "what is ready is not replaced"
+            send_level(stated[-1])
 
         ledger = opened()
         ledger.register_initial(**BASE)
@@ -177,14 +177,14 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
                     look()
                     ledger.recover()
                 case "skip":
-                    skip(ledger, [group(one) for one in names], random.choice(list(SkipReason)))
+                    skip(ledger, [group(name) for name in names], random.choice(list(SkipReason)))
                 case "restart":
                     ledger.close()
                     ledger = opened()
                 case "back":
                     ledger.rollback(random.choice(ledger.committed_versions()))
                 case _:
-                    say(random.choice(stated))
+                    send_level(random.choice(stated))
             look()
         ledger.close()
     assert used == sorted(used), "what steps can use never falls"
@@ -200,14 +200,14 @@ def test_demand_state_and_read_over_http(queue: Queue):
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, None, "Bearer secret"), (path, body, "Bearer secret")]
     assert unquote(path) == "/v1/runs/a run/1/demand"
-    for answer, told in (
+    for answer, message in (
         ((401, b'{"error": "no token"}'), r"the queue at .* refuses PUT .*/demand \(401\): no token"),
         ((502, b"<html>"), r"\(502\): <html>"),
         ((200, b'{"groups": 1}'), r"answers PUT .*/demand with something else than a demand \(KeyError\('enqueued'\)\)"),
         ((200, b"<html>"), "does not answer"),
     ):
         queue.answer = answer
-        with pytest.raises(QueueError, match=told):
+        with pytest.raises(QueueError, match=message):
             state(there, "run", asked)
     with pytest.raises(QueueError, match=r"queue\.url is not set"):
         read(QueueSettings(), "run")
@@ -247,7 +247,7 @@ def test_demand_after_skipped_groups_rises_until_batches_are_full(tmp_path: Path
     assert set(skipped.values()) == {SkipReason.EQUAL}
     assert len(committed(trainer)) == 4
     assert levels[-1] == queue.enqueued == 6 + len(skipped), "not one more than was needed"
-    assert [one for one in skipped if one.group_id == "g02"]
+    assert [group for group in skipped if group.group_id == "g02"]
     metrics = trainer.ledger.versions()[-1].metrics
     assert (metrics["groups_wanted"], metrics["groups_skipped"]) == (queue.enqueued, len(skipped))
 

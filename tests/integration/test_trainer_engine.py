@@ -56,9 +56,9 @@ def weights(engine: VerlOptimizer) -> dict[str, np.ndarray]:
     return {name: value.copy() for name, value in engine.weights()}
 
 
-def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    assert list(one) == list(other)
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+def differences(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    assert list(left) == list(right)
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
 
 
 def test_step_on_sampled_rows_has_small_logprob_gap(engine: VerlOptimizer, rows: pl.DataFrame):
@@ -131,8 +131,8 @@ def test_step_of_reshaped_rows_passes_check_and_trains_by_truncated_weight(
     expected = plain.step(batch(rows, pl.Series(ADVANTAGES.to_numpy() * np.exp(-above))))
     # AdamW's first steps are the gradient's sign, which a last bit may turn where the gradient is all but 0.
     apart, moved = (
-        sum(float(np.sum((one[name] - other[name]) ** 2)) for name in start)
-        for one, other in ((weights(reshaped), weights(plain)), (weights(plain), start))
+        sum(float(np.sum((left[name] - right[name]) ** 2)) for name in start)
+        for left, right in ((weights(reshaped), weights(plain)), (weights(plain), start))
     )
     assert apart < 1e-3 * moved
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
@@ -150,21 +150,21 @@ def test_step_with_positive_advantage_raises_logprob_of_response(
     chosen = pl.Series([1.0] + [0.0] * 23)
     before = sum(logprobs_of(tiny_model, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list()))
     engine.step(batch(rows, chosen))
-    made = written(engine, tiny_model, tmp_path)
-    assert sum(logprobs_of(made.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
+    stored = written(engine, tiny_model, tmp_path)
+    assert sum(logprobs_of(stored.path, rows["PromptIds"][0].to_list(), rows["ResponseIds"][0].to_list())) > before
 
 
 def test_warmup_steps_raise_learning_rate_from_0(tiny_model: Path, rows: pl.DataFrame):
-    def moves(settings: TrainerSettings) -> list[float]:
+    def distances_moved(settings: TrainerSettings) -> list[float]:
         """How far each of two steps moves a weight at most; Adam's first step is as long as its rate."""
-        engine, found = VerlOptimizer(tiny_model, settings), list[float]()
+        engine, distances = VerlOptimizer(tiny_model, settings), list[float]()
         for version in range(2):
             before = weights(engine)
             engine.step(batch(rows, version=version))
-            found.append(differences(before, weights(engine)))
-        return found
+            distances.append(differences(before, weights(engine)))
+        return distances
 
-    steady, warmed = moves(SETTINGS), moves(changed(SETTINGS, {"warmup_steps": 2}))
+    steady, warmed = distances_moved(SETTINGS), distances_moved(changed(SETTINGS, {"warmup_steps": 2}))
     assert steady[0] == pytest.approx(1e-3, rel=0.1)
     assert warmed == [0, pytest.approx(0.5e-3, rel=0.1)]
 
@@ -194,15 +194,15 @@ def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows
 def test_step_with_no_op_rows_or_micro_batches_is_unchanged(tiny_model: Path, rows: pl.DataFrame):
     plain, padded = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
     split = VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, max_tokens_per_device=40))
-    found = [
+    metrics = [
         plain.step(batch(rows)),
         padded.step(batch(rows, divisor=32)),
         split.step(batch(rows)),
     ]
-    for other in found[1:]:
-        assert other["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
-        assert other["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
-        assert other["logprob_gap_mean"] == pytest.approx(found[0]["logprob_gap_mean"], rel=0.5)
+    for other in metrics[1:]:
+        assert other["loss"] == pytest.approx(metrics[0]["loss"], abs=1e-6)
+        assert other["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+        assert other["logprob_gap_mean"] == pytest.approx(metrics[0]["logprob_gap_mean"], rel=0.5)
     # AdamW's first step is the gradient's sign: a last bit may turn where the gradient is all but 0.
     assert differences(weights(plain), weights(padded)) < 1e-4
     assert differences(weights(plain), weights(split)) < 1e-4
@@ -218,13 +218,13 @@ def test_step_with_zero_advantages_is_skipped(engine: VerlOptimizer, rows: pl.Da
 
 def test_load_state_resumed_optimizer_repeats_step_exactly(engine: VerlOptimizer, tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
     engine.step(batch(rows))
-    made = written(engine, tiny_model, tmp_path)
+    stored = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch(rows, version=1))
-    resumed = VerlOptimizer(made.path, SETTINGS)
-    resumed.load_state(made.path)
+    resumed = VerlOptimizer(stored.path, SETTINGS)
+    resumed.load_state(stored.path)
     assert resumed.step(batch(rows, version=1)) == expected
     assert differences(weights(engine), weights(resumed)) == 0
-    forgetful = VerlOptimizer(made.path, SETTINGS)
+    forgetful = VerlOptimizer(stored.path, SETTINGS)
     forgetful.step(batch(rows, version=1))
     assert differences(weights(engine), weights(forgetful)) > 0, "the optimizer's state matters"
 
@@ -247,13 +247,13 @@ def test_advantages_with_group_relative_normalise_over_rollouts():
         transition_row("loss", rewards=(0.0,))
     ]
     frame = pl.DataFrame(rows, schema_overrides={"Rewards.Value": pl.List(pl.Float64)})
-    found = assignment.advantages(frame, frame["Policy"] == "policy", normalise=group_relative)
-    assert found.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
+    advantages = assignment.advantages(frame, frame["Policy"] == "policy", normalise=group_relative)
+    assert advantages.to_list() == pytest.approx([0.7071] * 9 + [-0.7071], abs=1e-4)
 
 
 def conversations(model: Path, *, version: int = 0) -> pl.DataFrame:
     """24 rollouts of up to 5 turns: histories that grow, one break in five, two choices a call here and there, two temperatures."""
-    dice = np.random.default_rng(3)
+    generator = np.random.default_rng(3)
     rows: list[dict[str, object]] = []
     for i in range(24):
         history = [*PROMPT[:3], PROMPT[3] + i % 4, *PROMPT[4:]]
@@ -269,9 +269,9 @@ def conversations(model: Path, *, version: int = 0) -> pl.DataFrame:
                     "Version": version,
                 }
                 rows.append(transition_row(f"r{i:02}", turn, **{**facts, "CallId": f"{i}-{turn}-{choice}"}))
-            observation = dice.integers(1, 12, dice.integers(0, 6)).tolist()
+            observation = generator.integers(1, 12, generator.integers(0, 6)).tolist()
             history = [*history, *response, *observation]
-            if dice.random() < 0.2:
+            if generator.random() < 0.2:
                 history = [*history[:2], *history[3:]]  # the agent rewrote its history
     return pl.DataFrame(rows)
 
@@ -283,15 +283,15 @@ def test_merge_sequences_train_as_separate_sequences(tiny_model: Path):
     assert together.trained_tokens == alone.trained_tokens
     assert len(alone) == len(rows) > len(together) > 24, "calls were merged, and breaks and choices forked"
     assert together.merge_ratio > 1.5
-    one, other = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
-    found = [one.step(layout(alone, lineage=[0])), other.step(layout(together, lineage=[0], divisor=8))]
-    for metrics in found:
+    plain, merging = VerlOptimizer(tiny_model, SETTINGS), VerlOptimizer(tiny_model, SETTINGS)
+    results = [plain.step(layout(alone, lineage=[0])), merging.step(layout(together, lineage=[0], divisor=8))]
+    for metrics in results:
         assert metrics["logprob_gap_max"] < 1e-4, "merged, each token still has the logprob that it was sampled with"
         assert (metrics["clip_fraction"], metrics["updated"]) == (0, 1)
-    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
-    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
+    assert results[1]["loss"] == pytest.approx(results[0]["loss"], abs=1e-6)
+    assert results[1]["grad_norm"] == pytest.approx(results[0]["grad_norm"], rel=1e-5)
     # AdamW's first step is the gradient's sign: a last bit may turn where the gradient is all but 0.
-    assert differences(weights(one), weights(other)) < 1e-4
+    assert differences(weights(plain), weights(merging)) < 1e-4
 
 
 def test_merge_sequences_of_older_weights_train_as_separate_sequences(tiny_model: Path):
@@ -300,12 +300,12 @@ def test_merge_sequences_of_older_weights_train_as_separate_sequences(tiny_model
     off = np.random.default_rng(5)
     rows = rows.with_columns(pl.Series("Logprobs", [[one + off.normal(0, 0.3) for one in row] for row in rows["Logprobs"].to_list()]))
     worth = pl.Series(np.linspace(-1, 1, len(rows)))
-    found = [VerlOptimizer(tiny_model, SETTINGS).step(layout(make(rows, worth), lineage=[1])) for make in (separate, merge)]
-    assert found[0]["clip_fraction"] > 0.1
-    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-6)
-    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-5)
-    assert found[1]["clip_fraction"] == pytest.approx(found[0]["clip_fraction"], abs=1e-6)
-    assert found[1]["ppo_kl"] == pytest.approx(found[0]["ppo_kl"], abs=1e-6)
+    metrics = [VerlOptimizer(tiny_model, SETTINGS).step(layout(make(rows, worth), lineage=[1])) for make in (separate, merge)]
+    assert metrics[0]["clip_fraction"] > 0.1
+    assert metrics[1]["loss"] == pytest.approx(metrics[0]["loss"], abs=1e-6)
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=1e-5)
+    assert metrics[1]["clip_fraction"] == pytest.approx(metrics[0]["clip_fraction"], abs=1e-6)
+    assert metrics[1]["ppo_kl"] == pytest.approx(metrics[0]["ppo_kl"], abs=1e-6)
 
 
 def test_step_of_a_merged_sequence_with_wrong_logprobs_names_its_row(engine: VerlOptimizer, tiny_model: Path):

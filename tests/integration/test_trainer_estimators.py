@@ -106,11 +106,11 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
         **({"reward_baselines": torch.tensor([GREEDY[group] for group, _, _ in rows])} if name == "remax" else {}),
         **parameters,
     }
-    found, _ = get_adv_estimator_fn(name)(**facts)
-    return [float(found[row, end]) for row, end in ends]
+    advantages, _ = get_adv_estimator_fn(name)(**facts)
+    return [float(advantages[row, end]) for row, end in ends]
 
 
-def told(name: str, tokens: int) -> dict[str, np.ndarray]:
+def forward_values(name: str, tokens: int) -> dict[str, np.ndarray]:
     """What a forward pass might say of the tokens of the fixed batch, in their order."""
     rng = np.random.default_rng(11)
     if name == "gae":
@@ -128,7 +128,7 @@ def tokens_here(settings: TrainerSettings) -> list[float]:
     batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), lineage=[0], divisor=4), chains=links)
     cells = batch.response_mask.astype(bool)
     known: dict[str, np.ndarray] = {}
-    for key, flat in told(settings.credit.estimator, int(cells.sum())).items():
+    for key, flat in forward_values(settings.credit.estimator, int(cells.sum())).items():
         known[key] = np.zeros(cells.shape, np.float32)
         known[key][cells] = flat
     advantages, _ = over_tokens(settings, batch, **known)
@@ -148,17 +148,17 @@ def tokens_by_verl(settings: TrainerSettings, *, observation: int) -> list[float
             at += length + observation
     cells = mask.astype(bool)
     facts: dict[str, Any] = {"token_level_rewards": torch.from_numpy(rewards), "response_mask": torch.from_numpy(mask)}
-    for key, flat in told(settings.credit.estimator, int(cells.sum())).items():
+    for key, flat in forward_values(settings.credit.estimator, int(cells.sum())).items():
         whole = np.full(cells.shape, 99.0)  # what is said of observations must not matter
         whole[cells] = flat
         facts[key] = torch.from_numpy(whole)
     groups = (
         {"gamma": settings.credit.gamma, "lam": settings.credit.gae_lambda}
         if settings.credit.estimator == "gae"
-        else {"index": [one for one, _ in TURNS.values()]}
+        else {"index": [group for group, _ in TURNS.values()]}
     )
-    found, _ = get_adv_estimator_fn(settings.credit.estimator)(**facts, **groups)
-    return found.numpy()[cells].tolist()
+    advantages, _ = get_adv_estimator_fn(settings.credit.estimator)(**facts, **groups)
+    return advantages.numpy()[cells].tolist()
 
 
 def estimator_table() -> list[str]:
@@ -173,8 +173,8 @@ def estimator_table() -> list[str]:
             columns, at = (tokens_here(settings), tokens_by_verl(settings, observation=0)), tokens
         else:
             columns, at = (advantages_here(settings), advantages_by_verl(name, "rollout")), firsts
-        ours, theirs = (" ".join(f"{values[first]:+.3f}" for first in at) for values in columns)
-        lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs or ''} | {ours} | {theirs} |")
+        ours, verl = (" ".join(f"{values[first]:+.3f}" for first in at) for values in columns)
+        lines.append(f"| `{name}` | {scopes[facts.scope]} | {facts.needs or ''} | {ours} | {verl} |")
     return lines
 
 
@@ -185,8 +185,8 @@ def baseline_table() -> list[str]:
     for baseline, name in [("rollout", "grpo"), ("transition", "grpo"), ("transition", "rloo"), ("transition", "opo")]:
         settings = trainer_settings(estimator=name, baseline=baseline, reward_weights=WEIGHTS)  # type: ignore[arg-type]
         columns = (advantages_here(settings), advantages_by_verl(name, baseline))
-        ours, theirs = (" ".join(f"{value:+.3f}" for value in values[:calls]) for values in columns)
-        lines.append(f"| `{baseline}`, `{name}` | {ours} | {theirs} |")
+        ours, verl = (" ".join(f"{value:+.3f}" for value in values[:calls]) for values in columns)
+        lines.append(f"| `{baseline}`, `{name}` | {ours} | {verl} |")
     return lines
 
 

@@ -70,9 +70,9 @@ def test_optimal_token_baseline_uses_forward_pass(name: Any, tiny_model: Path):
             )
     expected, _ = over_tokens(engine.settings, batch, old_log_probs=batch.logprobs, sum_pi_squared=squared)
     assert seen.advantages == pytest.approx(expected, abs=1e-4)
-    found = engine.step(batch)
-    assert found["updated"] == 1
-    assert found["logprob_gap_max"] < 1e-4
+    metrics = engine.step(batch)
+    assert metrics["updated"] == 1
+    assert metrics["logprob_gap_max"] < 1e-4
     assert np.array_equal(engine.token_values.advantages, seen.advantages), "what the loss used is kept"
 
 
@@ -84,10 +84,10 @@ def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path:
     engine = VerlOptimizer(tiny_model, settings)
     losses = [engine.step(batch)["critic_loss"] for _ in range(10)]
     assert losses[-1] < 0.5 * losses[0]
-    made = written(engine, tiny_model, tmp_path)
+    version = written(engine, tiny_model, tmp_path)
     expected = engine.step(batch)
-    resumed = VerlOptimizer(made.path, settings)
-    resumed.load_state(made.path)
+    resumed = VerlOptimizer(version.path, settings)
+    resumed.load_state(version.path)
     assert resumed.step(batch) == expected
     assert expected["critic_explained"] > 0
     assert expected["updated"] == 4
@@ -96,10 +96,10 @@ def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path:
 def test_step_of_batch_rejected_whole_leaves_critic(tiny_model: Path):
     settings = trainer_settings(estimator="gae", recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
     batch = chained(tiny_model)
-    found = VerlOptimizer(tiny_model, settings).step(
+    metrics = VerlOptimizer(tiny_model, settings).step(
         replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
     )
-    assert (found["updated"], "critic_loss" in found) == (0, False)
+    assert (metrics["updated"], "critic_loss" in metrics) == (0, False)
 
 
 def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
@@ -133,26 +133,26 @@ def test_epochs_and_mini_batches_use_logprobs_of_batch_start(tiny_model: Path):
     batch = fresh(tiny_model)
     once = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)).step(batch)
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, epochs=3, mini_batches=4))
-    found = engine.step(batch)
-    assert (once["updated"], found["updated"]) == (1, 12)
+    repeated = engine.step(batch)
+    assert (once["updated"], repeated["updated"]) == (1, 12)
     assert once["clip_fraction"] == 0, "one step is on policy"
-    assert found["clip_fraction"] > 0, "the ratios moved away from the batch's start"
-    assert abs(found["ppo_kl"]) > 100 * abs(once["ppo_kl"])
-    assert found["logprob_gap_max"] == pytest.approx(once["logprob_gap_max"], abs=1e-6), "the gap is that before any update"
+    assert repeated["clip_fraction"] > 0, "the ratios moved away from the batch's start"
+    assert abs(repeated["ppo_kl"]) > 100 * abs(once["ppo_kl"])
+    assert repeated["logprob_gap_max"] == pytest.approx(once["logprob_gap_max"], abs=1e-6), "the gap is that before any update"
 
 
 def test_step_of_2_epochs_equals_two_steps(tiny_model: Path):
     """Old logprobs stay those of the start: the second epoch equals a second step on the same rows, which are then stale."""
     batch = fresh(tiny_model)
-    twice, one = (
+    two_epochs, one_epoch = (
         VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, epochs=2)),
         VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE)),
     )
-    twice.step(batch)
-    one.step(batch)
-    one.step(replace(batch, staleness=np.full_like(batch.staleness, -1)))
-    for (name, ours), (_, theirs) in zip(twice.weights(), one.weights(), strict=True):
-        assert np.array_equal(ours, theirs), name
+    two_epochs.step(batch)
+    one_epoch.step(batch)
+    one_epoch.step(replace(batch, staleness=np.full_like(batch.staleness, -1)))
+    for (name, trained), (_, expected) in zip(two_epochs.weights(), one_epoch.weights(), strict=True):
+        assert np.array_equal(trained, expected), name
 
 
 def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
@@ -180,12 +180,12 @@ def test_load_state_keeps_moments_and_uses_own_learning_rate(tiny_model: Path, t
 
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE))
     engine.step(batch)
-    made = written(engine, tiny_model, tmp_path)
+    version = written(engine, tiny_model, tmp_path)
     moved = furthest(engine)
 
     def resumed(**changes: Any) -> float:
-        other = VerlOptimizer(made.path, trainer_settings(**{"learning_rate": RATE, **changes}))
-        other.load_state(made.path)
+        other = VerlOptimizer(version.path, trainer_settings(**{"learning_rate": RATE, **changes}))
+        other.load_state(version.path)
         return furthest(other)
 
     assert resumed() == moved
@@ -208,10 +208,10 @@ def test_kl_reference_keeps_policy_near_it(tiny_model: Path, tmp_path: Path):
     losses: dict[str, float] = {}
     for how in ("low_var_kl", "abs", "k3+"):
         settings = trainer_settings(kl_coef=0.5, kl_type=how, reference=tmp_path)
-        found = VerlOptimizer(tiny_model, settings).step(fresh(tiny_model))
+        metrics = VerlOptimizer(tiny_model, settings).step(fresh(tiny_model))
         expected = float((kl_penalty(policy, held, how) * mask).sum() / mask.sum())
-        assert found["reference_kl"] == pytest.approx(expected, rel=1e-4)
-        losses[how] = found["loss"] - 0.5 * expected
+        assert metrics["reference_kl"] == pytest.approx(expected, rel=1e-4)
+        losses[how] = metrics["loss"] - 0.5 * expected
     plain = VerlOptimizer(tiny_model, TrainerSettings()).step(fresh(tiny_model))["loss"]
     assert list(losses.values()) == pytest.approx([plain] * 3, abs=1e-5)
 
@@ -223,9 +223,9 @@ def test_kl_reference_without_advantages_pulls_policy_back(tiny_model: Path, tmp
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
     batch = fresh(tiny_model)
     still = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
-    found = [engine.step(still) for _ in range(6)]
-    assert found[0]["updated"] == 1
-    assert found[-1]["reference_kl"] < 0.9 * found[0]["reference_kl"]
+    steps = [engine.step(still) for _ in range(6)]
+    assert steps[0]["updated"] == 1
+    assert steps[-1]["reference_kl"] < 0.9 * steps[0]["reference_kl"]
 
 
 def test_entropies_of_tokens_are_those_at_the_steps_start(tiny_model: Path):
@@ -244,11 +244,11 @@ def test_entropy_coef_raises_entropy(tiny_model: Path):
     batch = fresh(tiny_model)
     stale = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, entropy_coef=1.0))
-    found = [engine.step(stale) for _ in range(8)]
-    assert found[0]["loss"] == pytest.approx(-found[0]["entropy"], abs=1e-6)
-    assert found[-1]["entropy"] > found[0]["entropy"] + 0.1
+    steps = [engine.step(stale) for _ in range(8)]
+    assert steps[0]["loss"] == pytest.approx(-steps[0]["entropy"], abs=1e-6)
+    assert steps[-1]["entropy"] > steps[0]["entropy"] + 0.1
     measured = VerlOptimizer(tiny_model, TrainerSettings()).step(batch)["entropy"]
-    assert measured == pytest.approx(found[0]["entropy"], rel=1e-5), "it is measured where nothing rewards it, too"
+    assert measured == pytest.approx(steps[0]["entropy"], rel=1e-5), "it is measured where nothing rewards it, too"
 
 
 def test_lora_adapters_are_trained_merged_and_resumed(tiny_model: Path, tmp_path: Path):
@@ -261,20 +261,20 @@ def test_lora_adapters_are_trained_merged_and_resumed(tiny_model: Path, tmp_path
     )
     first = engine.step(batch)
     assert (first["updated"], first["logprob_gap_max"] < 1e-4) == (1, True)
-    made = written(engine, tiny_model, tmp_path)
+    version = written(engine, tiny_model, tmp_path)
     changed = {name for name, value in engine.weights() if not np.array_equal(before[name], value)}
     assert changed == {name for name in before if "proj" in name}, "every linear layer but the head"
-    sampled = pl.DataFrame(sampled_rows(made.path, 24, temperature=1.0, seed=2))
+    sampled = pl.DataFrame(sampled_rows(version.path, 24, temperature=1.0, seed=2))
     from_merged = layout(separate(sampled, pl.Series(np.linspace(-1, 1, 24))), lineage=[0])
     assert engine.step(replace(from_merged, advantages=0 * from_merged.advantages))["logprob_gap_max"] < 1e-4, (
         "what is served is what is trained"
     )
     expected = engine.step(from_merged)
-    resumed = VerlOptimizer(made.path, settings)
-    resumed.load_state(made.path)
+    resumed = VerlOptimizer(version.path, settings)
+    resumed.load_state(version.path)
     assert resumed.step(from_merged) == expected
-    for (name, ours), (_, theirs) in zip(engine.weights(), resumed.weights(), strict=True):
-        assert np.array_equal(ours, theirs), name
+    for (name, trained), (_, restored) in zip(engine.weights(), resumed.weights(), strict=True):
+        assert np.array_equal(trained, restored), name
 
 
 def test_load_state_with_other_adapters_raises(tiny_model: Path, tmp_path: Path):

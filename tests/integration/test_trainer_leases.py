@@ -41,19 +41,19 @@ def begun(place: Place, **changes: Any) -> Ledger:
 
 
 def test_ledger_begin_while_another_holds_lease_is_refused(place: Place):
-    here, there = begun(place), Ledger(place(), "policy", "main", holder=ELSEWHERE)
-    lease = here.begin(rollouts("a"), 0)
+    ledger, there = begun(place), Ledger(place(), "policy", "main", holder=ELSEWHERE)
+    lease = ledger.begin(rollouts("a"), 0)
     assert lease
     assert (there.begin(rollouts("b"), 0), there.recover(), there.holder()) == (None, [], shown(this_process()))
-    here.commit(lease, **FACTS)
+    ledger.commit(lease, **FACTS)
     assert there.begin(rollouts("b"), 0) is None, "1 is the head by now"
-    theirs = there.begin(rollouts("b"), 1)
-    assert theirs
-    assert (theirs.version, theirs.parent) == (2, 1)
-    there.commit(theirs, **FACTS)
+    other_lease = there.begin(rollouts("b"), 1)
+    assert other_lease
+    assert (other_lease.version, other_lease.parent) == (2, 1)
+    there.commit(other_lease, **FACTS)
     with pytest.raises(LedgerError, match="already in another batch"):
-        here.begin(rollouts("b"))
-    assert [(one.version, one.policy_version.parent) for one in here.versions()] == [(0, None), (1, 0), (2, 1)]
+        ledger.begin(rollouts("b"))
+    assert [(one.version, one.policy_version.parent) for one in ledger.versions()] == [(0, None), (1, 0), (2, 1)]
 
 
 def test_ledger_expired_lease_is_taken_over_and_cannot_commit(place: Place):
@@ -110,8 +110,8 @@ def test_ledger_lease_of_dead_process_is_taken_over_at_once(place: Place):
     assert child.stdin
     assert child.stdout
     holder = child.stdout.readline().strip()
-    theirs = Ledger(place(), "policy", "main", holder=holder)
-    assert theirs.begin(rollouts("a"))
+    child_ledger = Ledger(place(), "policy", "main", holder=holder)
+    assert child_ledger.begin(rollouts("a"))
     assert (is_dead(holder), ledger.recover()) == (False, [])
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -169,9 +169,9 @@ def test_ancestry_leads_from_the_first_weights_to_any_head(data: st.DataObject):
     for version in range(1, count):
         parents["main", version] = ("main", data.draw(st.integers(0, version - 1)))
     head = data.draw(st.integers(0, count - 1))
-    found = ancestry(parents, "main", head)
-    assert (found[0], found[-1]) == (0, head)
-    assert [parents["main", one][1] for one in found] == [None, *found[:-1]]
+    ancestors = ancestry(parents, "main", head)
+    assert (ancestors[0], ancestors[-1]) == (0, head)
+    assert [parents["main", one][1] for one in ancestors] == [None, *ancestors[:-1]]
 
 
 def test_ledger_rollback_moves_head_and_continues_numbers(place: Place):
@@ -264,18 +264,18 @@ def test_ledger_racing_trainers_train_each_rollout_once(place: Place, tmp_path: 
         for branch in branches
         for number in range(2)
     ]
-    made: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
+    trained: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
     for branch, racer in racers:
         code, output = racer.process.wait(120), racer.log.read_text()
         assert code == 0, output
-        made[branch] += [(int(version), name) for version, name in (line.split() for line in output.splitlines())]
-    numbers = sorted(version for branch in branches for version, _ in made[branch])
+        trained[branch] += [(int(version), name) for version, name in (line.split() for line in output.splitlines())]
+    numbers = sorted(version for branch in branches for version, _ in trained[branch])
     assert numbers == list(range(2, 2 + 2 * len(names))), "a number was handed out twice, or a rollout trained twice"
     for branch in branches:
-        assert sorted(name for _, name in made[branch]) == sorted(names)
+        assert sorted(name for _, name in trained[branch]) == sorted(names)
         ledger = Ledger(place(), "policy", branch)
         versions = ledger.versions()
         assert [one.policy_version.parent for one in versions] == [None, *(one.version for one in versions[:-1])], "one line, no fork"
         assert {one.version: [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")] for one in versions[1:]} == {
-            version: [name] for version, name in made[branch]
+            version: [name] for version, name in trained[branch]
         }

@@ -45,7 +45,7 @@ def test_ledger_batch_lifecycle_from_begin_to_commit(place: Place):
     ledger = begun(place)
     lease = ledger.begin(rollouts("a", "b"))
     assert (lease.version, lease.parent) == (1, 0)
-    assert [(one.version, one.status) for one in ledger.versions()] == [(0, VersionStatus.COMMITTED), (1, None)]
+    assert [(version.version, version.status) for version in ledger.versions()] == [(0, VersionStatus.COMMITTED), (1, None)]
     ledger.commit(lease, **FACTS)
     newest = ledger.frontier()
     assert newest
@@ -63,7 +63,7 @@ def test_ledger_begin_with_rollout_of_another_batch_raises(place: Place):
     # Another group, another revision: the same attempt of the same rollout all the same.
     with pytest.raises(LedgerError, match="already in another batch of policy/main"):
         ledger.begin([*rollouts("c", of="other"), BatchRollout(group("other"), "b", 0, 7)])
-    assert [one.version for one in ledger.versions()] == [0, 1], "the refused batch left nothing"
+    assert [version.version for version in ledger.versions()] == [0, 1], "the refused batch left nothing"
     assert ledger.finished_groups("run", "spec") == {("train", "g")}
     assert ledger.begin([BatchRollout(group("other"), "b", 1, 0)]).version == 2, "another attempt is another key"
 
@@ -103,27 +103,27 @@ def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place
         """What is trained, after checking that each version is whole or nothing, and that numbers and parents make one line."""
         ledger = opened(place, boundary)
         ledger.recover()
-        versions, parent, found = ledger.versions(), None, []
-        assert [one.version for one in versions] == list(range(len(versions))), "a number was used twice or skipped"
-        for one in versions:
-            rows = [row.rollout_id for row in ledger.batch(one.policy_version.batch_id or "")]
-            if one.status is VersionStatus.ORPHANED:
+        versions, parent, rollout_ids = ledger.versions(), None, []
+        assert [version.version for version in versions] == list(range(len(versions))), "a number was used twice or skipped"
+        for version in versions:
+            rows = [row.rollout_id for row in ledger.batch(version.policy_version.batch_id or "")]
+            if version.status is VersionStatus.ORPHANED:
                 assert rows == []
             else:
-                assert (one.policy_version.parent, one.parent_branch) == (parent, "" if parent is None else "main")
+                assert (version.policy_version.parent, version.parent_branch) == (parent, "" if parent is None else "main")
                 assert len(rows) == (0 if parent is None else 2)
-                parent = one.version
-            found += rows
-        assert ledger.finished_groups("run", "spec") == {("train", name[:2]) for name in found}
+                parent = version.version
+            rollout_ids += rows
+        assert ledger.finished_groups("run", "spec") == {("train", name[:2]) for name in rollout_ids}
         ledger.close()
-        return found, [one.status for one in versions]
+        return rollout_ids, [version.status for version in versions]
 
     whole = ["g1-a", "g1-b", "g2-a", "g2-b"]
     seen: set[tuple[int, int]] = set()
     for boundary in crashes(train, {ledger_module.__file__: {"begin", "commit", "recover"}}):
-        found, statuses = trained(boundary)
-        assert found == whole[: len(found)], "a rollout was repeated or skipped"
-        seen.add((len(found), statuses.count(VersionStatus.ORPHANED)))
+        rollout_ids, statuses = trained(boundary)
+        assert rollout_ids == whole[: len(rollout_ids)], "a rollout was repeated or skipped"
+        seen.add((len(rollout_ids), statuses.count(VersionStatus.ORPHANED)))
         train(boundary, ("g1", "g2"))
         assert trained(boundary)[0] == whole
     assert seen == {(0, 0), (0, 1), (2, 0)}, "deaths fell before, within and after the batch"
@@ -176,7 +176,7 @@ def test_ledger_branch_begins_at_version_with_its_weights(place: Place):
     lease = brevity.begin(rollouts("r1", "r2"))
     assert (lease.version, lease.parent) == (4, 2), "3 is main's; what main trained on may be trained here"
     brevity.commit(lease, **{**FACTS, "checksum": "float32:04", "path": "/v4"})
-    assert [(one.version, one.policy_version.parent, one.parent_branch) for one in brevity.versions()] == [
+    assert [(version.version, version.policy_version.parent, version.parent_branch) for version in brevity.versions()] == [
         (2, 2, "main"), (4, 2, "brevity"),
     ]  # fmt: skip
     assert brevity.lineage() == [0, 1, 2, 4]
@@ -238,20 +238,20 @@ def test_ledger_file_batch_names_rollouts_and_claims_none(place: Place):
     ledger.register_initial(checksum="float32:00", path="/v0", tokenizer_hash="t", run_id="run")
     facts: dict[str, Any] = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "t", "metrics": {}}
     rollouts = [BatchRollout(Group("run", "train", "spec", "g"), name, 0, 0) for name in ("a", "b")]
-    made = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
-    for one in made:
-        lease = ledger.begin(rollouts, files=one)
+    batches = [FileBatch("sft", "one", step, 2, "digest", (BatchFile("f.jsonl", "00", 7, 2),)) for step in (1, 2)]
+    for batch in batches:
+        lease = ledger.begin(rollouts, files=batch)
         assert lease
-        assert ledger.begin(rollouts, files=one) is None, "one step of a branch at a time, of whatever kind"
+        assert ledger.begin(rollouts, files=batch) is None, "one step of a branch at a time, of whatever kind"
         ledger.commit(lease, **facts)
-    assert [ledger.batch(one.policy_version.batch_id or "") for one in ledger.versions()[1:]] == [rollouts, rollouts]
-    assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, made[1])
-    assert last_of(ledger.database, "policy", "main", "one", [0, 1]) == (1, made[0])
+    assert [ledger.batch(version.policy_version.batch_id or "") for version in ledger.versions()[1:]] == [rollouts, rollouts]
+    assert last_of(ledger.database, "policy", "main", "one", ledger.lineage()) == (2, batches[1])
+    assert last_of(ledger.database, "policy", "main", "one", [0, 1]) == (1, batches[0])
     assert last_of(ledger.database, "policy", "main", "two", ledger.lineage()) is None
     assert trained_attempts(ledger.database, "policy", "main", None) == {("run", "a", 0), ("run", "b", 0)}
-    assert trained_attempts(ledger.database, "policy", "main", made[0]) == set()
+    assert trained_attempts(ledger.database, "policy", "main", batches[0]) == set()
     for changes in ({"run": "two"}, {"examples": "other"}):
-        another = replace(made[0], **changes)
+        another = replace(batches[0], **changes)
         assert trained_attempts(ledger.database, "policy", "main", another) == {("run", "a", 0), ("run", "b", 0)}
     assert trained_attempts(ledger.database, "policy", "other", None) == set()
     nothing = ledger.begin([], files=FileBatch("dpo", "two", 1, 1, "digest", ()))

@@ -108,8 +108,8 @@ def die_at_every_boundary(directory: Path, max_staleness: int) -> list[int]:
         newest = loop.newest_version(trainer.ledger)
         weight = (Path(newest.policy_version.path) / "optimizer/weight").read_text()
         assert float(weight) == len(batches) - 1, "a step was repeated or skipped"
-        here = {one.name for one in (own / "policy/main").iterdir()}
-        assert here == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
+        names = {one.name for one in (own / "policy/main").iterdir()}
+        assert names == {f"v{version}" for version in trained if version}, "an uncommitted version was left"
         assert json.loads((own / "served.json").read_text())[-1] == newest.version
 
     functions = {loop.__file__: {"run", "step", "_step", "_train"}, commits.__file__: COMMITS, checkpoint.__file__: {"add_state"}}

@@ -29,7 +29,7 @@ def sampled(model: Path) -> tuple[pl.DataFrame, pl.Series]:
     """The fixed batch of the losses: 12 responses whose logprobs are those of other weights, so that some ratios are clipped."""
     off = np.random.default_rng(5)
     rows = pl.DataFrame(sampled_rows(model, 12, temperature=1.0, seed=1, Version=-1))
-    moved = [[float(np.float32(min(one + off.normal(0, 0.4), -1e-3))) for one in row] for row in rows["Logprobs"].to_list()]
+    moved = [[float(np.float32(min(logprob + off.normal(0, 0.4), -1e-3))) for logprob in row] for row in rows["Logprobs"].to_list()]
     return rows.with_columns(pl.Series("Logprobs", moved)), pl.Series(np.linspace(-1.5, 1, 12))
 
 
@@ -75,8 +75,8 @@ def test_aggregations_and_kl_estimates_are_known_to_verl():
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 
     losses, mask = torch.ones(2, 3), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    found = {how: float(agg_loss(losses, mask, how)) for how in get_args(Aggregation)}
-    assert found == pytest.approx(
+    aggregated = {how: float(agg_loss(losses, mask, how)) for how in get_args(Aggregation)}
+    assert aggregated == pytest.approx(
         {"token-mean": 1, "token-sum": 3, "seq-mean-token-sum": 1.5, "seq-mean-token-mean": 1, "seq-mean-token-sum-norm": 0.5}
     )
     for how in get_args(KlEstimate):
@@ -105,13 +105,13 @@ def test_step_aggregation_matches_verl_for_any_micro_batches(how: Any, tiny_mode
 def test_clip_ratio_settings_reach_verl(tiny_model: Path):
     """DAPO's clip-higher: verl's defaults of the two bounds must not win over what is set."""
     base = loss_here(tiny_model, trainer_settings(clip_ratio=0.2))
-    found = {
+    losses = {
         "narrow": loss_here(tiny_model, trainer_settings(clip_ratio=0.05)),
         "higher": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_high=0.4)),
         "lower": loss_here(tiny_model, trainer_settings(clip_ratio=0.2, clip_ratio_low=0.05)),
     }
-    assert len({round(value, 6) for value in [base, *found.values()]}) == 4
-    assert found["higher"] < base, "good responses may pull further"
+    assert len({round(value, 6) for value in [base, *losses.values()]}) == 4
+    assert losses["higher"] < base, "good responses may pull further"
 
 
 def test_step_recomputed_logprobs_and_corrections_match_verl(tiny_model: Path):
@@ -138,8 +138,8 @@ def test_step_recomputed_logprobs_and_corrections_match_verl(tiny_model: Path):
     ]
     for correction, facts in cases:
         settings = trainer_settings(recompute_logprobs=True, correction=correction)
-        found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
-        weights, kept, told = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
+        metrics = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0], divisor=8))
+        weights, kept, reported = compute_rollout_correction_and_rejection_mask(trainers, padded(old), mask, **facts)
         config = actor_config(settings, None)
         loss, _ = get_policy_loss_fn("vanilla")(
             old_log_prob=trainers,
@@ -149,29 +149,29 @@ def test_step_recomputed_logprobs_and_corrections_match_verl(tiny_model: Path):
             config=config,
             rollout_is_weights=weights.batch["rollout_is_weights"] if weights else None,
         )
-        assert found["loss"] == pytest.approx(float(loss), abs=2e-6)
-        assert found["clip_fraction"] == 0, "at the start every ratio is 1"
+        assert metrics["loss"] == pytest.approx(float(loss), abs=2e-6)
+        assert metrics["clip_fraction"] == 0, "at the start every ratio is 1"
         if correction.weights:
-            assert found["correction_weight_mean"] == pytest.approx(told["rollout_corr/rollout_is_mean"], rel=1e-5)
+            assert metrics["correction_weight_mean"] == pytest.approx(reported["rollout_corr/rollout_is_mean"], rel=1e-5)
         if correction.reject:
-            assert found["correction_rejected"] == pytest.approx(told["rollout_corr/rollout_rs_masked_fraction"])
-            assert 0 < found["correction_rejected"] < 1
-        assert ("correction_kl" in found) == bool(facts)
+            assert metrics["correction_rejected"] == pytest.approx(reported["rollout_corr/rollout_rs_masked_fraction"])
+            assert 0 < metrics["correction_rejected"] < 1
+        assert ("correction_kl" in metrics) == bool(facts)
 
 
 def test_step_of_batch_rejected_whole_is_skipped(tiny_model: Path):
     rows, worth = sampled(tiny_model)
     settings = trainer_settings(recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
-    found = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
-    assert (found["updated"], found["grad_norm"], found["correction_rejected"]) == (0, 0, 1)
+    metrics = VerlOptimizer(tiny_model, settings).step(layout(separate(rows, worth), lineage=[0]))
+    assert (metrics["updated"], metrics["grad_norm"], metrics["correction_rejected"]) == (0, 0, 1)
 
 
 def test_bypass_mode_loss_applies_correction(tiny_model: Path):
     settings = trainer_settings(loss__name="bypass_mode", correction=Correction(weights="token", threshold="1.1", objective="reinforce"))
     other = trainer_settings(loss__name="bypass_mode", correction=Correction(objective="reinforce"))
-    found = loss_here(tiny_model, settings)
-    assert found == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
-    assert found != pytest.approx(loss_here(tiny_model, other), abs=1e-3)
+    loss = loss_here(tiny_model, settings)
+    assert loss == pytest.approx(loss_by_verl(tiny_model, settings), abs=2e-6)
+    assert loss != pytest.approx(loss_here(tiny_model, other), abs=1e-3)
     rows, worth = sampled(tiny_model)
     tight = trainer_settings(**{**dict(settings), "max_tokens_per_device": 10})
     alone, among = (
@@ -187,5 +187,5 @@ def test_logprob_alarm_precedes_correction(tiny_model: Path):
     with pytest.raises(TrainerError, match="so no step was taken"):
         VerlOptimizer(tiny_model, trainer_settings(recompute_logprobs=True, correction=correction)).step(current)
     tolerant = trainer_settings(recompute_logprobs=True, correction=correction, alarms__logprob=NO_ALARM)
-    found = VerlOptimizer(tiny_model, tolerant).step(current)
-    assert 0.1 < found["logprob_gap_mean"] < found["logprob_gap_max"] < 5
+    metrics = VerlOptimizer(tiny_model, tolerant).step(current)
+    assert 0.1 < metrics["logprob_gap_mean"] < metrics["logprob_gap_max"] < 5

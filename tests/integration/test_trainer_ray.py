@@ -68,10 +68,10 @@ def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     sending = {workers: settings(tiny_model, workers__per_node=workers, weight_sync__method="transfer") for workers in (0, 1, 2)}
-    made = {workers: VerlOptimizer(tiny_model, chosen) for workers, chosen in sending.items()}
-    yield made
+    built = {workers: VerlOptimizer(tiny_model, chosen) for workers, chosen in sending.items()}
+    yield built
     torch.set_num_threads(threads)
-    for engine in made.values():
+    for engine in built.values():
         engine.close()
 
 
@@ -80,21 +80,21 @@ def settings(model: Path, **changes: Any) -> TrainerSettings:
 
 
 def batch(engine: VerlOptimizer, rows: pl.DataFrame, *, current: bool = True) -> Batch:
-    made = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), lineage=[0], divisor=engine.data_parallel_size)
-    return made if current else replace(made, staleness=np.full_like(made.staleness, -1))
+    built = layout(separate(rows, pl.Series(np.linspace(-1, 1, len(rows)))), lineage=[0], divisor=engine.data_parallel_size)
+    return built if current else replace(built, staleness=np.full_like(built.staleness, -1))
 
 
 def weights(engine: VerlOptimizer) -> dict[str, np.ndarray]:
     return {name: value.copy() for name, value in engine.weights()}
 
 
-def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    assert one.keys() == other.keys()
-    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+def differences(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:
+    assert left.keys() == right.keys()
+    return max(float(np.abs(left[name] - right[name]).max()) for name in left)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def group(engine: VerlOptimizer) -> Any:
@@ -119,14 +119,14 @@ def stepped_twice(engine: VerlOptimizer, rows: pl.DataFrame) -> list[dict[str, f
 def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
     before = weights(engines[0])
-    told = {count: stepped_twice(engine, rows) for count, engine in engines.items()}
-    assert told[1] == told[0]
-    for two, none in zip(told[2], told[0], strict=True):
+    metrics = {count: stepped_twice(engine, rows) for count, engine in engines.items()}
+    assert metrics[1] == metrics[0]
+    for two, none in zip(metrics[2], metrics[0], strict=True):
         assert two.keys() == none.keys()
         assert two["updated"] == 6
         alike = ("loss", "grad_norm", "reference_kl", "correction_weight_mean", "correction_kl")
         assert [two[name] for name in alike] == pytest.approx([none[name] for name in alike], rel=5e-6, abs=1e-6)
-    assert told[2][0]["logprob_gap_max"] == pytest.approx(told[0][0]["logprob_gap_max"], abs=1e-6)
+    assert metrics[2][0]["logprob_gap_max"] == pytest.approx(metrics[0][0]["logprob_gap_max"], abs=1e-6)
     held = {count: weights(engine) for count, engine in engines.items()}
     assert differences(held[0], before) > 1e-3
     assert differences(held[1], held[0]) == 0
@@ -155,20 +155,20 @@ def test_ray_workers_each_send_their_share(engines: dict[int, VerlOptimizer]) ->
 def test_ray_workers_state_loads_in_any_number_of_workers(
     engines: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame, tmp_path: Path
 ) -> None:
-    made = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
-    kept = {count: state_facts(path) for count, path in made.items()}
+    paths = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
+    kept = {count: state_facts(path) for count, path in paths.items()}
     assert len(kept[0]) > 40
     assert same(kept[1], kept[0])
     assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
-    assert [sum(name.startswith("random.") for name in state_of(made[count])) for count in (0, 1, 2)] == [1, 1, 2]
+    assert [sum(name.startswith("random.") for name in state_of(paths[count])) for count in (0, 1, 2)] == [1, 1, 2]
 
-    alone = VerlOptimizer(made[2], settings(tiny_model))
-    alone.load_state(made[2])
+    alone = VerlOptimizer(paths[2], settings(tiny_model))
+    alone.load_state(paths[2])
     alone.step(batch(alone, rows, current=False))
     engines[2].step(batch(engines[2], rows, current=False))
     assert differences(weights(alone), weights(engines[2])) < 1e-5
 
-    engines[2].load_state(made[0])
+    engines[2].load_state(paths[0])
     save(engines[2], tmp_path)
     assert same(state_facts(tmp_path), kept[0]), "two workers hold what one has written"
     for file in sorted((tmp_path / checkpoint.STATE).glob("*.distcp"))[1:]:
@@ -297,9 +297,9 @@ def test_gradient_checkpointing_and_bf16_train_on_cpu(tiny_model: Path, rows: pl
         VerlOptimizer(tiny_model, trainer_settings(learning_rate=1e-3, **changes))
         for changes in ({}, {"gradient_checkpointing": True}, {"dtype": "bf16"})
     )
-    told = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]
-    assert told[1] == told[0]
+    metrics = [engine.step(batch(engine, rows)) for engine in (plain, frugal, coarse)]
+    assert metrics[1] == metrics[0]
     assert frugal._workers._rank._models["policy"].engine.module.is_gradient_checkpointing
     assert differences(weights(plain), weights(frugal)) == 0
-    assert 1e-4 < told[2]["logprob_gap_max"] < 0.1, "computed in bfloat16"
+    assert 1e-4 < metrics[2]["logprob_gap_max"] < 0.1, "computed in bfloat16"
     assert {value.dtype for value in weights(coarse).values()} == {np.dtype(np.float32)}

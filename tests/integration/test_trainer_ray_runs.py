@@ -36,12 +36,17 @@ def service(store: StoreSettings, tiny_model: Path, tmp_path_factory: pytest.Tem
 
 
 def workers_of(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if any("ray::WorkerDict" in word for word in one.cmdline())]
+    return [process for process in family if any("ray::WorkerDict" in word for word in process.cmdline())]
 
 
 def listening(family: list[psutil.Process]) -> set[str]:
     """The addresses at which processes of a trainer listen."""
-    return {found.laddr.ip for one in family for found in one.net_connections("inet") if found.status == psutil.CONN_LISTEN}
+    return {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def test_train_with_two_ray_workers_equals_one_process(service: TrainerCommands) -> None:
@@ -49,7 +54,9 @@ def test_train_with_two_ray_workers_equals_one_process(service: TrainerCommands)
     with loaded(service, "two") as (trainer, family):
         assert len(workers_of(family)) == 2
         assert listening(family) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-        directories = {Path(word.split("=", 1)[1]).parents[2] for one in family for word in one.cmdline() if "raylet_socket_name=" in word}
+        directories = {
+            Path(word.split("=", 1)[1]).parents[2] for process in family for word in process.cmdline() if "raylet_socket_name=" in word
+        }
     assert trainer.returncode == 0, service.log("two").read_text()
     assert [(path.name[:4], path.exists()) for path in directories] == [("ray-", False)]
     assert service.story("two") == service.story("alone")
@@ -57,8 +64,8 @@ def test_train_with_two_ray_workers_equals_one_process(service: TrainerCommands)
     assert service.agree("alone", "two")
     assert not list(Path.home().glob(".ray/auth_token")), "the token of a cluster of its own is written nowhere"
     service.run_whole("one", workers__per_node=1)
-    alone, one = (service.weights(branch, STEPS) for branch in ("alone", "one"))
-    assert all(np.array_equal(alone[name], one[name]) for name in alone)
+    alone, single = (service.weights(branch, STEPS) for branch in ("alone", "one"))
+    assert all(np.array_equal(alone[name], single[name]) for name in alone)
 
 
 def test_ppo_with_critic_from_stored_rollouts_is_alike_on_any_number_of_ranks(service: TrainerCommands) -> None:
@@ -69,12 +76,12 @@ def test_ppo_with_critic_from_stored_rollouts_is_alike_on_any_number_of_ranks(se
         branch = f"ppo-{ranks}"
         service.run_whole(branch, workers__per_node=ranks, estimator="gae", critic_learning_rate=1e-4, learning_rate=1e-4)
         assert service.story(branch) == service.story("ppo-0")
-        steps[ranks] = [[one.metrics[name] for name in compared] for one in service.committed(branch)]
+        steps[ranks] = [[version.metrics[name] for name in compared] for version in service.committed(branch)]
     assert len(steps[0]) == STEPS
     assert all(values[compared.index("updated")] == 1 and values[compared.index("critic_loss")] > 0 for values in steps[0])
     for ranks in (1, 2):
-        for found, expected in zip(steps[ranks], steps[0], strict=True):
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5), ranks
+        for measured, expected in zip(steps[ranks], steps[0], strict=True):
+            assert measured == pytest.approx(expected, rel=1e-3, abs=1e-5), ranks
         assert service.agree("ppo-0", f"ppo-{ranks}", 1e-3)
 
 
@@ -140,16 +147,16 @@ def test_ray_workers_restarted_continue_exactly(
     settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2, model=tiny_model, **VARIANTS[name])
     first, alone = close(VerlOptimizer(tiny_model, settings)), VerlOptimizer(tiny_model, changed(settings, {"workers__per_node": 0}))
     assert first.step(rows(tiny_model, first))["updated"] == alone.step(rows(tiny_model, alone))["updated"] == 2
-    made = written(first, tiny_model, tmp_path)
+    version = written(first, tiny_model, tmp_path)
     expected = first.step(rows(tiny_model, first, current=False))
     alone.step(rows(tiny_model, alone, current=False))
     held = dict(first.weights())
     first.close()
-    again = close(VerlOptimizer(tiny_model if settings.lora.rank else made.path, settings))
-    again.load_state(made.path)
+    again = close(VerlOptimizer(tiny_model if settings.lora.rank else version.path, settings))
+    again.load_state(version.path)
     assert again.step(rows(tiny_model, again, current=False)) == expected
-    found = dict(again.weights())
-    assert all(np.array_equal(found[name], value) for name, value in held.items())
+    restored = dict(again.weights())
+    assert all(np.array_equal(restored[name], value) for name, value in held.items())
     near = 5e-3 if settings.dtype == "bf16" else 1e-5
     assert max(float(np.abs(held[name] - value).max()) for name, value in alone.weights()) < near
 
@@ -161,11 +168,11 @@ def test_state_of_two_ranks_resumes_on_another_number(
     settings = trainer_settings(learning_rate=1e-3, mini_batches=2, workers__per_node=2)
     first = close(VerlOptimizer(tiny_model, settings))
     first.step(rows(tiny_model, first))
-    made = written(first, tiny_model, tmp_path)
+    version = written(first, tiny_model, tmp_path)
     expected, held = first.step(rows(tiny_model, first, current=False)), dict(first.weights())
     first.close()
-    again = close(VerlOptimizer(made.path, changed(settings, {"workers__per_node": ranks})))
-    again.load_state(made.path)
+    again = close(VerlOptimizer(version.path, changed(settings, {"workers__per_node": ranks})))
+    again.load_state(version.path)
     resumed = again.step(rows(tiny_model, again, current=False))
     assert [resumed[name] for name in ("loss", "grad_norm")] == pytest.approx([expected[name] for name in ("loss", "grad_norm")], rel=1e-5)
     assert max(float(np.abs(held[name] - value).max()) for name, value in again.weights()) < 1e-5
@@ -202,11 +209,11 @@ def test_ray_cluster_that_starts_too_slowly_is_restarted(monkeypatch: pytest.Mon
     monkeypatch.setattr(services, "get_node", late)
     before = set(psutil.Process().children(recursive=True))
     cluster = Cluster(trainer_settings(workers__per_node=1))
-    begun = [" ".join(one.cmdline()) for one in set(psutil.Process().children(recursive=True)) - before if lives(one)]
+    begun = [" ".join(process.cmdline()) for process in set(psutil.Process().children(recursive=True)) - before if lives(process)]
     assert sum("/raylet/raylet" in words for words in begun) == 1
     cluster.close()
     cluster.close()
-    wait_until(lambda: not any(lives(one) for one in set(psutil.Process().children(recursive=True)) - before), 60, "the end of Ray")
+    wait_until(lambda: not any(lives(process) for process in set(psutil.Process().children(recursive=True)) - before), 60, "the end of Ray")
     assert cluster.directory is not None
     assert not cluster.directory.exists()
 

@@ -94,8 +94,8 @@ def test_look_omits_trained_leased_and_skipped_groups_until_undone(place: Place)
     assert names(ready.poll(source)) == [*"bcdef"]
     source.released.discard(group("a"))  # a late span made a new revision of it
     assert names(ready.poll(source)) == [*"bcdef"]
-    for one in (ledger, other):
-        one.close()
+    for opened_ledger in (ledger, other):
+        opened_ledger.close()
 
 
 def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
@@ -158,7 +158,7 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
 
         trained = set[str]()
         acts: dict[str, Callable[[list[str]], object]] = {
-            "skip": lambda some: skip(other, [group(name) for name in some], SkipReason.STALE),
+            "skip": lambda chosen: skip(other, [group(name) for name in chosen], SkipReason.STALE),
             "restore": lambda _: other.skips.restore(random.sample([*names(other.skips.reasons())], min(1, len(other.skips.reasons())))),
             "elsewhere": train_elsewhere,
             "rollback": lambda _: None if lease else other.rollback(random.choice(other.committed_versions())),
@@ -168,11 +168,11 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
             ),
         }
         for name in events:
-            some = random.sample(free(), min(2, len(free())))
+            chosen = random.sample(free(), min(2, len(free())))
             if name in acts:
-                acts[name](some)
-            elif name == "lease" and not lease and some:
-                lease = other.begin(rollouts(*some))
+                acts[name](chosen)
+            elif name == "lease" and not lease and chosen:
+                lease = other.begin(rollouts(*chosen))
             elif name == "commit" and lease:
                 other.commit(lease, **MADE)  # type: ignore[arg-type]
                 lease = None
@@ -184,8 +184,8 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
             elif name == "look":
                 assert names(ready.poll(source)) == free()
         assert names(ready.poll(source)) == free()
-        for one in (ledger, branch, other):
-            one.close()
+        for opened_ledger in (ledger, branch, other):
+            opened_ledger.close()
 
 
 def test_remembered_reads_again_only_after_changes(place: Place) -> None:
@@ -207,5 +207,5 @@ def test_remembered_reads_again_only_after_changes(place: Place) -> None:
     assert ledger.committed_versions() == [0, 1]
     ledger.rollback(0)
     assert (other.lineage(), other.database.remembered("y", lambda _: 1)) == ([0], 1)
-    for one in (ledger, other):
-        one.close()
+    for opened_ledger in (ledger, other):
+        opened_ledger.close()

@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "max_tokens_per_device": 24}
 
 
 @pytest.fixture(scope="module")
-def sound(tiny_model: Path) -> Batch:
+def good(tiny_model: Path) -> Batch:
     return batch(tiny_model, seed=5)
 
 
@@ -78,16 +78,16 @@ def facts(engine: VerlOptimizer, directory: Path) -> dict[str, torch.Tensor]:
     return named
 
 
-def require_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+def require_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in actual if not torch.equal(actual[name], expected[name])] == []
 
 
 def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
-    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, good: Batch, other: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     alone = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
-    expected = alone.step(sound)
+    expected = alone.step(good)
     stepped = facts(alone, tmp_path)
     held_at, count = set[int](), 0
     for row in range(ROWS):
@@ -99,15 +99,15 @@ def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
         with pytest.raises(BadRowsError, match="so no step was taken"):
             engine.step(wrong_at(other, row))
         require_same(facts(engine, tmp_path), before)
-        assert engine.step(sound) == expected, f"row {row} left gradients behind"
+        assert engine.step(good) == expected, f"row {row} left gradients behind"
         require_same(facts(engine, tmp_path), stepped)
     assert count >= 3, "one micro-batch shows nothing"
     assert {0, count // 2, count - 1} <= held_at
 
 
-def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path):
+def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, good: Batch, other: Batch, tmp_path: Path):
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS))
-    good, bad = replace(sound, chains=links), replace(other, chains=links)
+    good, bad = replace(good, chains=links), replace(other, chains=links)
     settings = trainer_settings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     expected = alone.step(good)
@@ -118,19 +118,19 @@ def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Pa
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
 
 
-def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path):
+def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny_model: Path, good: Batch, other: Batch, tmp_path: Path):
     settings = trainer_settings(**SETTINGS, epochs=2, mini_batches=4)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     for either in (alone, engine):
         either.step(replace(other, staleness=np.full_like(other.staleness, -1)))
     before = facts(engine, tmp_path)
-    advantages = sound.advantages.copy()
+    advantages = good.advantages.copy()
     advantages[5] *= np.inf
     with pytest.raises(BadRowsError, match="gradient's norm is nan") as raised:
-        engine.step(replace(sound, staleness=np.full_like(sound.staleness, -1), advantages=advantages))
+        engine.step(replace(good, staleness=np.full_like(good.staleness, -1), advantages=advantages))
     assert raised.value.rows == {5: "not_finite"}
     require_same(facts(engine, tmp_path), before)
-    later = replace(sound, staleness=np.full_like(sound.staleness, -1))
+    later = replace(good, staleness=np.full_like(good.staleness, -1))
     assert engine.step(later) == alone.step(later)
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
 
@@ -141,10 +141,10 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
     ids=["one update", "several", "critic", "critic alone"],
 )
 def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
-    tiny_model: Path, sound: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, good: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool, monkeypatch: pytest.MonkeyPatch
 ):
     links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
-    sound, other = replace(sound, chains=links), replace(other, chains=links)
+    good, other = replace(good, chains=links), replace(other, chains=links)
     settings = trainer_settings(**SETTINGS, **changes)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()
@@ -163,14 +163,14 @@ def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alon
         engine.step(other, refuse)
     require_same(calls[0], before)
     require_same(facts(engine, tmp_path), before)
-    assert engine.step(sound, note) == alone.step(sound)
+    assert engine.step(good, note) == alone.step(good)
     assert len(calls) == 2, "once a step, however many updates it makes"
     require_same(calls[1], before)
     require_same(facts(engine, tmp_path), facts(alone, tmp_path))
 
 
-def test_step_without_update_calls_its_caller_once(tiny_model: Path, sound: Batch):
+def test_step_without_update_calls_its_caller_once(tiny_model: Path, good: Batch):
     calls: list[int] = []
     engine = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
-    metrics = engine.step(replace(sound, advantages=0 * sound.advantages), lambda: calls.append(1))
+    metrics = engine.step(replace(good, advantages=0 * good.advantages), lambda: calls.append(1))
     assert (metrics["updated"], calls) == (0, [1])

@@ -21,7 +21,7 @@ SETTINGS = trainer_settings(estimator="remax", learning_rate=3e-3, max_staleness
 
 def test_remax_training_raises_success(tiny_model: Path):
     """The model knows the form of a reply; which of two tools a city needs it must find out, as it does in the demo."""
-    engine, dice = VerlOptimizer(tiny_model, SETTINGS), np.random.default_rng(0)
+    engine, generator = VerlOptimizer(tiny_model, SETTINGS), np.random.default_rng(0)
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     prompts = [[*PROMPT[:3], PROMPT[3] + city, *PROMPT[4:]] for city in CITIES]
     tools = [PROMPT[3] - TOOLS + tool for tool in range(TOOLS)]
@@ -35,11 +35,11 @@ def test_remax_training_raises_success(tiny_model: Path):
             right = tools[city % TOOLS]
             success.append(float(np.exp(logprobs[right])))
             chances = np.exp(logprobs, dtype=np.float64)
-            sampled = dice.choice(len(chances), ROLLOUTS, p=chances / chances.sum())
+            sampled = generator.choice(len(chances), ROLLOUTS, p=chances / chances.sum())
             for i, token in enumerate([int(logprobs.argmax()), *sampled.tolist()]):
                 mode, into = ("greedy", greedy) if i == 0 else ("train", rows)
-                said = {"PromptIds": prompt, "ResponseIds": [token], "Logprobs": [float(logprobs[token])]}
-                facts = {"Mode": mode, "GroupId": f"g{city}", "Version": step, **said}
+                reply = {"PromptIds": prompt, "ResponseIds": [token], "Logprobs": [float(logprobs[token])]}
+                facts = {"Mode": mode, "GroupId": f"g{city}", "Version": step, **reply}
                 into.append(transition_row(f"{city}-{i}", rewards=(float(token == right),), **facts))
         loaded = Loaded([], pl.DataFrame(rows), pl.DataFrame(greedy))
         batch, metrics, _ = assemble(loaded, SETTINGS, estimator(SETTINGS), lineage=[step], divisor=1)

@@ -117,8 +117,8 @@ def trajectory_loss_by_verl(model: Path, settings: TrainerSettings) -> float:
     config.global_batch_info.update(global_batch_size=len(columns), loss_scale_factor=config.loss_scale_factor)
     weights = None
     if settings.loss.recompute_logprobs:
-        found, mask, _ = compute_rollout_correction_and_rejection_mask(current, old, mask, **correction_of(settings))
-        weights, old = found.batch["rollout_is_weights"] if found else None, current
+        corrected, mask, _ = compute_rollout_correction_and_rejection_mask(current, old, mask, **correction_of(settings))
+        weights, old = corrected.batch["rollout_is_weights"] if corrected else None, current
     loss, _ = get_policy_loss_fn(settings.loss.name)(
         old_log_prob=old,
         log_prob=current,
@@ -155,7 +155,7 @@ def loss_table(model: Path) -> list[str]:
     ]
     for name, facts in learning.LOSSES.items():
         settings = loss_settings(name, clip_ratio=CLIP_RATIO)
-        options = ", ".join(f"`{one}`" for one in facts.options)
+        options = ", ".join(f"`{option}`" for option in facts.options)
         numbers = " | ".join(f"{value:+.4f}" for value in losses(model, settings))
         lines.append(f"| `{name}` | {options} | {'rollouts' if facts.by_rollout else 'tokens'} | {numbers} |")
     return lines
@@ -190,12 +190,12 @@ def test_gradient_of_rollouts_equals_verl_loss_on_row_per_rollout(name: Any, tin
     settings = trainer_settings(loss__name=name, clip_ratio=0.1, loss__aggregation="seq-mean-token-mean")
     rows, worth = trajectories(tiny_model)
     expected = _gradient_norm(tiny_model, settings, rows, worth)
-    found = {
+    by_layout = {
         "a row a call": step(tiny_model, settings, rows, worth),
         "merged": step(tiny_model, settings.model_copy(update={"merge": True}), rows, worth),
         "split": step(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}), rows, worth),
     }
-    assert {how: metrics["grad_norm"] for how, metrics in found.items()} == pytest.approx(dict.fromkeys(found, expected), rel=1e-4)
+    assert {how: metrics["grad_norm"] for how, metrics in by_layout.items()} == pytest.approx(dict.fromkeys(by_layout, expected), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if merges(trainer_settings(loss__name=name))])
@@ -221,20 +221,20 @@ def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, w
         current.setdefault(row["RolloutId"], []).append(chosen)
         old.setdefault(row["RolloutId"], []).extend(row["Logprobs"])
         advantage[row["RolloutId"]] = value
-    lengths = [len(one) for one in old.values()]
+    lengths = [len(values) for values in old.values()]
     config = actor_config(settings, None)
     config.global_batch_info.clear()
     config.global_batch_info.update(global_batch_size=len(old))
     loss, _ = get_policy_loss_fn(settings.loss.name)(
         old_log_prob=padded(list(old.values())),
-        log_prob=torch.nn.utils.rnn.pad_sequence([torch.cat(one) for one in current.values()], batch_first=True),
+        log_prob=torch.nn.utils.rnn.pad_sequence([torch.cat(tensors) for tensors in current.values()], batch_first=True),
         advantages=padded([[value] * length for value, length in zip(advantage.values(), lengths, strict=True)]),
         response_mask=padded([[1.0] * length for length in lengths]).bool(),
         loss_agg_mode=settings.loss.aggregation,
         config=config,
     )
     loss.backward()
-    gradients = [one.grad.flatten() for one in policy.parameters() if one.grad is not None]
+    gradients = [parameter.grad.flatten() for parameter in policy.parameters() if parameter.grad is not None]
     return float(torch.cat(gradients).norm())
 
 
@@ -266,27 +266,27 @@ def test_entropy_by_default_is_that_of_policy(tiny_model: Path):
             expected.append(-float((logprobs.exp() * logprobs).sum()))
     changes: list[dict[str, Any]] = [{}, {"merge": True}, {"max_tokens_per_device": 45}, {"entropy_coef": 0.1}]
     for change in changes:
-        found = step(tiny_model, trainer_settings(**change), rows, worth)
-        assert found["entropy"] == pytest.approx(np.mean(expected), rel=1e-4), change
-        assert "mfu" not in found, "a CPU has no peak that is known"
+        metrics = step(tiny_model, trainer_settings(**change), rows, worth)
+        assert metrics["entropy"] == pytest.approx(np.mean(expected), rel=1e-4), change
+        assert "mfu" not in metrics, "a CPU has no peak that is known"
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_clip_low_and_clip_high_sum_to_verl_clip_fraction(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     settings = trainer_settings(loss__name=name, clip_ratio_low=0.05, clip_ratio_high=0.15)
-    found = step(tiny_model, settings, rows, worth)
-    assert found["clip_low"] + found["clip_high"] == pytest.approx(found["clip_fraction"], abs=1e-6)
-    assert 0 < found["clip_high"] < 1
+    metrics = step(tiny_model, settings, rows, worth)
+    assert metrics["clip_low"] + metrics["clip_high"] == pytest.approx(metrics["clip_fraction"], abs=1e-6)
+    assert 0 < metrics["clip_high"] < 1
     if name == "vanilla":
         ratios, advantages = [], []
         for row, value in zip(rows.iter_rows(named=True), worth, strict=True):
             ratios += list(np.exp(np.subtract(logprobs_of(tiny_model, row["PromptIds"], row["ResponseIds"]), row["Logprobs"])))
             advantages += [value] * len(row["ResponseIds"])
         high = np.mean((np.array(ratios) > 1.15) & (np.array(advantages) > 0))
-        assert found["clip_high"] == pytest.approx(high)
-        assert found["advantage_mean"] == pytest.approx(np.mean(advantages))
-        assert found["advantage_std"] == pytest.approx(np.std(advantages))
+        assert metrics["clip_high"] == pytest.approx(high)
+        assert metrics["advantage_mean"] == pytest.approx(np.mean(advantages))
+        assert metrics["advantage_std"] == pytest.approx(np.std(advantages))
 
 
 @pytest.mark.parametrize("name", ["gspo", "geo_mean"])
@@ -306,7 +306,7 @@ def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):
     engine = VerlOptimizer(tiny_model, trainer_settings(mini_batches=3))
     batch = layout(separate(rows, worth), lineage=[0])
     rollouts = [set(part.rollout[: part.real_rows].tolist()) for part in engine.phases(batch).parts()]
-    assert [len(one) for one in rollouts] == [2, 2, 1]
+    assert [len(members) for members in rollouts] == [2, 2, 1]
     assert set.union(*rollouts) == set(range(5))
     assert sum(part.real_rows for part in engine.phases(batch).parts()) == len(rows)
 
@@ -328,14 +328,14 @@ def test_seq_mean_token_sum_norm_divides_by_loss_scale_factor_only(neighbour: in
     rows = [transition_row(name, ResponseIds=[4] * size, Logprobs=[-1.0] * size) for name, size in (("a", 100), ("b", neighbour))]
     batch = layout(separate(pl.DataFrame(rows), pl.Series([1.0, 0.0])), lineage=[0])
     config = actor_config(settings, None)
-    found = agg_loss(
+    loss = agg_loss(
         torch.from_numpy(-batch.advantages),
         torch.from_numpy(batch.response_mask),
         settings.loss.aggregation,
         global_batch_size=batch.rollouts,
         loss_scale_factor=config.loss_scale_factor,
     )
-    assert float(found) == pytest.approx(-100 / 200 / 2)
+    assert float(loss) == pytest.approx(-100 / 200 / 2)
 
 
 def test_by_rollout_shares_mean_among_rows_of_a_rollout():

@@ -40,8 +40,8 @@ from transition_builder import loop
 def log_of(stderr: str) -> tuple[str, set[str]]:
     """What was logged, and which of the heavy packages were imported."""
     imports = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")]
-    told = "\n".join(line for line in stderr.splitlines() if not line.startswith("import time:"))
-    return told, {name.split(".")[0] for name in imports} & {"torch", "verl", "ray", "tensorboard"}
+    logged = "\n".join(line for line in stderr.splitlines() if not line.startswith("import time:"))
+    return logged, {name.split(".")[0] for name in imports} & {"torch", "verl", "ray", "tensorboard"}
 
 
 @dataclass
@@ -75,21 +75,21 @@ class Service:
 
     def run_in_terminal(self, *words: str) -> tuple[str, str]:
         """Run it as a person would, stdout being a terminal: what stands there at the end, and its log."""
-        ours, theirs = pty.openpty()
+        controller, terminal = pty.openpty()
         environment = {**os.environ, "SPANGRAD_CONFIG": "", "TERM": "xterm", "COLUMNS": "140", "NO_COLOR": "1"}
         with tempfile.TemporaryFile("w+") as log:
-            process = forked(self.command(*words), theirs, log, environment, kind="trainer")
-            os.close(theirs)
+            process = forked(self.command(*words), terminal, log, environment, kind="trainer")
+            os.close(terminal)
             shown = b""
             with contextlib.suppress(OSError):  # the other end is closed
-                while part := os.read(ours, 65536):
+                while part := os.read(controller, 65536):
                     shown += part
-            os.close(ours)
+            os.close(controller)
             code = process.wait(240)
             log.seek(0)
-            told = log.read()
-        assert code == 0, told
-        return shown.decode(), told
+            logged = log.read()
+        assert code == 0, logged
+        return shown.decode(), logged
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         return [tuple(row) for row in self.client.query(query).result_rows]
@@ -98,7 +98,7 @@ class Service:
         """Builds, transitions, drops: what the builder has made."""
         return tuple(self.rows(f"SELECT count() FROM spangrad.{view}")[0][0] for view in ("builds", "transitions", "drops"))
 
-    def fates(self) -> dict[str, str]:
+    def outcomes(self) -> dict[str, str]:
         return {one.group_id: one.outcome.value for one in make_plan(self.settings).groups}
 
 
@@ -129,7 +129,7 @@ def test_train_once_trains_new_groups_only_and_empty_run_names_reason(service: S
     send(store, tiny_model, ["kept"], mode=Mode.VALIDATE, version=1)
     assert make_plan(settings).summary == "there is nothing to train: 8 rollouts ended and not built (`spangrad build`)."
     loop.build_once(settings)
-    assert service.fates() == {"a": "batch", "b": "batch", "c": "left", "part": "waiting", "kept": "other_mode"}
+    assert service.outcomes() == {"a": "batch", "b": "batch", "c": "left", "part": "waiting", "kept": "other_mode"}
     _, first, heavy = service.run("--once")
     assert heavy >= {"torch", "verl"}
     assert "step 1 -> version 1: 2 groups, 4 rollouts" in first
@@ -154,22 +154,22 @@ def test_train_once_trains_new_groups_only_and_empty_run_names_reason(service: S
     used = "SELECT Version, groupUniqArray(GroupId) AS g, count() FROM spangrad.batches GROUP BY Version ORDER BY Version"
     assert [(version, sorted(groups), count) for version, groups, count in service.rows(used)] == [(1, ["a", "b"], 4), (2, ["c", "d"], 4)]
     now = {"a": "trained", "b": "trained", "c": "trained", "d": "trained", "e": "left", "part": "waiting", "kept": "other_mode"}
-    assert service.fates() == now
+    assert service.outcomes() == now
 
 
 def test_make_plan_beside_running_trainer_changes_nothing(service: Service) -> None:
     trainer = service.settings.trainer
-    one = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1})})
+    chosen = service.settings.model_copy(update={"trainer": changed(trainer, {"groups_per_batch": 1})})
     ledger = Ledger(trainer.directory, trainer.policy, trainer.branch)
     try:
         before = (ledger.versions(), ledger.skips.reasons())
-        plan = make_plan(one)
+        plan = make_plan(chosen)
         assert (ledger.versions(), ledger.skips.reasons()) == before
         group = Group(RUN, "production", plan.build_spec, "e")
         ledger.begin([BatchRollout(group, f"e-{at}", 0, 0) for at in range(2)])
-        during = make_plan(one)
+        during = make_plan(chosen)
         ledger.recover()
-        after = make_plan(one)
+        after = make_plan(chosen)
     finally:
         ledger.close()
     assert (plan.batches, plan.version) == (1, 2)
@@ -182,9 +182,9 @@ def test_make_plan_beside_running_trainer_changes_nothing(service: Service) -> N
 
 
 def test_trainer_spans_link_to_rollouts_and_are_no_rollout(service: Service) -> None:
-    made = service.counts()
+    counts = service.counts()
     loop.build_all(service.settings)
-    assert service.counts() == made
+    assert service.counts() == counts
     steps = service.rows(
         "SELECT SpanAttributes['spangrad.trainer.version'] AS v, ScopeName, ParentSpanId, Links.TraceId AS t, Links.SpanId AS s, "
         "TraceId, SpanId FROM otel.otel_traces WHERE ServiceName = 'spangrad-trainer' AND SpanName = 'train step' ORDER BY v"
@@ -217,8 +217,8 @@ def test_tensorboard_has_metrics_of_every_version(service: Service) -> None:
     assert [(one.step, one.value) for one in events.Scalars("validate/return")] == [(1, 0.5)]
     assert [(one.step, one.value) for one in events.Scalars("validate/version")] == [(1, 1.0)]
     (line,) = (trainer.directory / trainer.policy / trainer.branch / "metrics.jsonl").read_text().splitlines()
-    told = json.loads(line)
-    assert (told["step"], told["data"]["train/mean_return"], told["data"]["staleness/max"]) == (2, 0.5, 1.0)
+    record = json.loads(line)
+    assert (record["step"], record["data"]["train/mean_return"], record["data"]["staleness/max"]) == (2, 0.5, 1.0)
 
 
 def test_checkpoint_of_best_version_is_kept(service: Service, tiny_model: Path) -> None:
@@ -246,7 +246,7 @@ def test_train_plan_table_and_json_are_equal(service: Service, capsys: pytest.Ca
     ]
     printed, _, heavy = service.run("--plan", "--json")
     assert (json.loads(printed), heavy) == (json.loads(as_json(plan)), set())
-    told = json.loads(printed)
-    assert told["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
-    assert (told["batches"], told["version"], told["summary"]) == (0, 2, plan.summary)
-    assert [one["group_id"] for one in told["groups"]] == ["e", "part", "kept"]
+    parsed = json.loads(printed)
+    assert parsed["counts"] == {"trained": 4, "left": 1, "waiting": 1, "other_mode": 1}
+    assert (parsed["batches"], parsed["version"], parsed["summary"]) == (0, 2, plan.summary)
+    assert [one["group_id"] for one in parsed["groups"]] == ["e", "part", "kept"]

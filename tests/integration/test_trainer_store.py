@@ -92,7 +92,7 @@ def test_load_gives_newest_revision_of_policy_once(settings: Settings, world: Bu
 
 
 def test_load_with_remax_separates_greedy_rollout(settings: Settings, world: BuiltRollouts, run: str):
-    remax = told(settings, estimator="remax")
+    remax = with_trainer(settings, estimator="remax")
     world.group("g", [1.0, 0.25])
     world.group("waits", [1.0], size=2)
     group = Group(run, "train", SPEC, "g")
@@ -105,11 +105,11 @@ def test_load_with_remax_separates_greedy_rollout(settings: Settings, world: Bui
     states = {one.group.group_id: (one.rollouts, one.size, one.whole) for one in source(remax, world).states()}
     assert states == {"g": (3, 3, True), "waits": (1, 3, False)}
     assert len(source(settings, world).states()) == 3, "to others it is a group of another mode"
-    found = source(remax, world).load([group])
-    assert [one.rollout_id for one in found.rollouts] == ["g-0", "g-1"]
-    assert found.transitions["RolloutId"].to_list() == ["g-0", "g-1"]
-    assert found.greedy is not None
-    assert found.greedy.select("RolloutId", "Mode", "Temperature", "Rewards.Value").rows() == [("g-greedy", "greedy", 0.0, [0.5])]
+    loaded = source(remax, world).load([group])
+    assert [one.rollout_id for one in loaded.rollouts] == ["g-0", "g-1"]
+    assert loaded.transitions["RolloutId"].to_list() == ["g-0", "g-1"]
+    assert loaded.greedy is not None
+    assert loaded.greedy.select("RolloutId", "Mode", "Temperature", "Rewards.Value").rows() == [("g-greedy", "greedy", 0.0, [0.5])]
     plain = source(settings, world).load([group])
     assert (len(plain.transitions), plain.greedy) == (2, None)
 
@@ -198,13 +198,13 @@ def test_load_batch_after_rebuild_reads_revisions_of_batch(settings: Settings, w
     group, reader = Group(run, "train", SPEC, "g"), source(settings, world)
     before = reader.load([group])
     world.group("g", [0.5], size=2, Revision=1)
-    elsewhere = source(told(settings, run_id="another run"), world)
+    elsewhere = source(with_trainer(settings, run_id="another run"), world)
     assert reader.load([group]).transitions["Revision"].to_list() == [1, 0]
     for again in (reader.load_batch(before.rollouts), elsewhere.load_batch(before.rollouts)):
         assert (again.rollouts, again.transitions.rows(), again.incomplete) == (before.rollouts, before.transitions.rows(), {})
 
 
-def told(settings: Settings, **changes: Any) -> Settings:
+def with_trainer(settings: Settings, **changes: Any) -> Settings:
     return settings.model_copy(update={"trainer": changed(settings.trainer, changes)})
 
 
@@ -224,16 +224,16 @@ def test_ready_and_load_of_dataset_read_its_revision_as_of_time(settings: Settin
     for spec in (SPEC, "with brevity"):
         datasets.register(world.client, settings.store.url, name, spec, {}, "a test")
     for text, spec in ((name, "with brevity"), (f"{name}@1", SPEC), (f"{name}@2", "with brevity")):
-        reader = source(told(settings, dataset=text), world)
+        reader = source(with_trainer(settings, dataset=text), world)
         assert (reader.build_spec, reader.ready()) == (spec, [Group(run, "train", spec, "g")])
     with pytest.raises(StoreError, match=f"has no dataset '{name}@3'.*{name}@1, {name}@2"):
-        source(told(settings, dataset=f"{name}@3"), world)
+        source(with_trainer(settings, dataset=f"{name}@3"), world)
 
     ((before,),) = world.rows("SELECT now64(6, 'UTC')")
     world.group("g", [0.5], size=2, Revision=1)
     world.group("later", [1.0, 0.0])
     group = Group(run, "train", SPEC, "g")
-    reader = source(told(settings, as_of=before), world)
+    reader = source(with_trainer(settings, as_of=before), world)
     assert reader.ready() == [group]
     assert [(one.rollout_id, one.revision) for one in reader.load([group]).rollouts] == [("g-0", 0), ("g-1", 0)]
     assert reader.load([group]).transitions["Rewards.Value"].to_list() == [[1.0], [0.0]]
@@ -252,12 +252,12 @@ def test_selections_train_several_policies_from_same_spans(settings: Settings, w
     for name in ("a", "b"):
         world.group(name, [1.0, 0.0], calls=calls)
     trainers = {
-        "planning": told(settings, policy="large", branch=f"{run}-planning", selection=Selection(agents="plan.*")),
-        "coding": told(settings, policy="small", branch=f"{run}-coding", selection=Selection(tools="run", components="crew")),
-        "critic": told(settings, policy="small", branch=f"{run}-critic", selection=Selection(agents="critic")),
+        "planning": with_trainer(settings, policy="large", branch=f"{run}-planning", selection=Selection(agents="plan.*")),
+        "coding": with_trainer(settings, policy="small", branch=f"{run}-coding", selection=Selection(tools="run", components="crew")),
+        "critic": with_trainer(settings, policy="small", branch=f"{run}-critic", selection=Selection(agents="critic")),
     }
-    for one in trainers.values():
-        train(one, follow=False)
+    for chosen in trainers.values():
+        train(chosen, follow=False)
     versions = """
     SELECT Policy, Branch, Version, Parent, ParentBranch, Metrics['transitions'], Metrics['mean_return'], Metrics['logprob_gap_max'] < 1e-4
     FROM spangrad.policy_versions WHERE startsWith(Branch, %(run)s) ORDER BY Policy, Branch, Version"""

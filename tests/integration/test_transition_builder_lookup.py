@@ -97,8 +97,8 @@ def test_rollout_reader_read_equals_full_scan(full: StoreSettings, run: int) -> 
     of_them = (ours & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())) | (
         ~ours & pl.col("TraceId").is_in(rollouts["TraceId"].implode())
     )
-    for found, table, schema in ((frames.spans, "rollout_spans", SPANS), (frames.calls, "calls", CALLS)):
-        assert_frame_equal(comparable(found), comparable(everything(full, table, schema).filter(of_them)))
+    for frame, table, schema in ((frames.spans, "rollout_spans", SPANS), (frames.calls, "calls", CALLS)):
+        assert_frame_equal(comparable(frame), comparable(everything(full, table, schema).filter(of_them)))
     assert frames.spans.height == STEP * (SPANS_A_ROLLOUT + 1) + STEP // 4
     assert frames.calls.height == STEP * 8
     assert frames.rollouts.height == STEP
@@ -112,7 +112,7 @@ def test_rollout_reader_few_rollouts_are_read_without_scan(full: StoreSettings, 
     frames = read(RolloutReader(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
     assert (frames.rollouts.height, frames.calls.height) == (8, 8 * 8)
     assert frames.spans.height == 8 * (SPANS_A_ROLLOUT + 1) + 2
-    reads = [one for sql in recording.asked if "now64" not in sql for one in recording.granules(sql)]
+    reads = [row for sql in recording.asked if "now64" not in sql for row in recording.granules(sql)]
     assert {table for table, _, _ in reads} == {
         "spangrad_internal.calls",
         "spangrad_internal.rollout_spans",

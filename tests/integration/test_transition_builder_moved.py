@@ -35,14 +35,14 @@ class Chat:
     def __init__(self, run: str) -> None:
         self.spans = SpanFactory(run=run)
         self.session = f"{run}-session"
-        said: dict[str, Any] = {"kind": "CHAIN", "Attributes": {"session.id": self.session}}
-        self.top = self.spans.span("session", "", trace=f"{run} one", **said)
+        facts: dict[str, Any] = {"kind": "CHAIN", "Attributes": {"session.id": self.session}}
+        self.top = self.spans.span("session", "", trace=f"{run} one", **facts)
         agent = self.spans.span("agent", self.top, kind="AGENT", trace=f"{run} one")
         self.spans.evaluation(agent, 1.0)
         self.call = self.spans.call(agent, trace=f"{run} one")
         self.inside = [agent, self.call]
         self.trace = self.spans.trace(f"{run} one")
-        second = self.spans.span("session", "", trace=f"{run} two", **said)
+        second = self.spans.span("session", "", trace=f"{run} two", **facts)
         self.other = self.spans.call(second, trace=f"{run} two")
         self.second = [second, self.other]
         self.traces = [self.trace, self.spans.trace(f"{run} two")]
@@ -146,8 +146,8 @@ def test_builder_rollout_cancelled_after_lost_worker_is_built(store: StoreSettin
     builder = Builder(settings_of(store, "mourned"))
     builder.build_ready()
     assert outcome(store, "mourned") == ([], [])
-    said = {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}
-    spans.spans[0] |= {"Attributes": {**spans.spans[0]["Attributes"], **said}, "Timestamp": spans.time(60)}  # type: ignore[dict-item]
+    facts = {"spangrad.rollout.final": "true", "spangrad.rollout.failure": "cancelled"}
+    spans.spans[0] |= {"Attributes": {**spans.spans[0]["Attributes"], **facts}, "Timestamp": spans.time(60)}  # type: ignore[dict-item]
     post(store, spans.otlp(root))
     builder.build_ready()
     assert outcome(store, "mourned") == ([], [("r", 0, call, "attempt_failed", "cancelled")])

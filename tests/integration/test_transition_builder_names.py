@@ -54,8 +54,8 @@ def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: li
         f"SELECT RolloutId, count() FROM spangrad.transitions WHERE BuildSpec = '{settings.builder.spec}' "
         "AND RolloutId IN {names:Array(String)} GROUP BY ALL"
     )
-    found = connect(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
-    assert sorted(tuple(row) for row in found) == sorted((name, 1) for name in names)
+    stored = connect(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
+    assert sorted(tuple(row) for row in stored) == sorted((name, 1) for name in names)
 
 
 def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> None:
@@ -104,5 +104,7 @@ def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> Non
     groups = source.ready()
     assert sorted(groups, key=str) == [Group(run, "train", settings.builder.spec, name) for name in names]
     loaded = source.load(groups)
-    assert sorted((one.group.group_id, one.rollout_id) for one in loaded.rollouts) == [(name, f"{name} of url()") for name in names]
+    assert sorted((rollout.group.group_id, rollout.rollout_id) for rollout in loaded.rollouts) == [
+        (name, f"{name} of url()") for name in names
+    ]
     assert loaded.cancelled == {"s3(x)"}

@@ -252,7 +252,7 @@ def test_builder_calls_of_reshaped_distribution_are_kept_with_reshaping(store: S
 def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSettings) -> None:
     """The captured LangGraph run with its failing tool, between a root of ours and without a gateway."""
     body = json.loads((SPANS / "langgraph_tool_error.jsonl").read_text())
-    said = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
+    field = {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": fake_engine.SAMPLING}
     spans = SpanFactory(run="plain")
     root = spans.root("plain-1", trace="plain")
     spans.evaluation(root, 1.0)
@@ -261,11 +261,11 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
             for span in scope["spans"]:
                 span["traceId"] = SpanFactory.trace("plain")
                 span["parentSpanId"] = root if span["name"] == "react_ag" else span["parentSpanId"]
-                span["attributes"] = [one for one in span["attributes"] if one["key"] != "spangrad.rollout.id"]
+                span["attributes"] = [attribute for attribute in span["attributes"] if attribute["key"] != "spangrad.rollout.id"]
                 span["attributes"].append({"key": "spangrad.process.id", "value": {"stringValue": "agent"}})
-                for one in span["attributes"]:
-                    if one["key"] == "output.value" and '"choices"' in one["value"]["stringValue"]:
-                        one["value"]["stringValue"] = json.dumps(json.loads(one["value"]["stringValue"]) | {"spangrad": said})
+                for attribute in span["attributes"]:
+                    if attribute["key"] == "output.value" and '"choices"' in attribute["value"]["stringValue"]:
+                        attribute["value"]["stringValue"] = json.dumps(json.loads(attribute["value"]["stringValue"]) | {"spangrad": field})
     post(store, json.dumps(body).encode())
     post(store, spans.otlp())
 
@@ -287,7 +287,7 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
     )
     assert first == ("agent", "policy", "tok", "tool_calls", first[4], ["tool_error"], [-0.1], ["air"])
     assert second == ("agent", "policy", "tok", "stop", [0.0, -0.125, -0.25, -0.375, -0.5], ["reward"], [1.0], ["runner"])
-    assert [(one[3], len(one[4]), len(one[5]), one[6]) for one in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
+    assert [(row[3], len(row[4]), len(row[5]), row[6]) for row in transitions] == [(0, 2, 12, 7), (1, 11, 5, 7)]
 
 
 def test_builder_late_direct_mode_call_makes_new_revision(store: StoreSettings) -> None:
@@ -419,20 +419,20 @@ def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSetti
 
 def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSettings) -> None:
     spans = SpanFactory(run="chat")
-    said: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
-    first = spans.span("agent", "", kind="AGENT", trace="chat one", **said)
-    one = spans.call(first, trace="chat one")
-    second = spans.span("agent", "", kind="AGENT", trace="chat two", **said)
+    facts: dict[str, Any] = {"Attributes": {"session.id": "chat-session"}}
+    first = spans.span("agent", "", kind="AGENT", trace="chat one", **facts)
+    first_call = spans.call(first, trace="chat one")
+    second = spans.span("agent", "", kind="AGENT", trace="chat two", **facts)
     spans.evaluation(second, 1.0)
-    two = spans.call(second, trace="chat two")
+    second_call = spans.call(second, trace="chat two")
     foreign(spans)
     builder = Builder(settings_of(store, "chat", quiet_seconds=0))
-    post(store, spans.otlp(two))
+    post(store, spans.otlp(second_call))
     builder.build_ready()
     assert of_rollout(store, spans.trace("chat two")) == []
     post(store, spans.otlp())
     wait_until(lambda: builder.build_ready().transitions > 0, 20, "the session's build", poll_seconds=0.02)
-    assert of_rollout(store, "chat-session") == [("", "production", 0, one, "0", []), ("", "production", 0, two, "1", [1.0])]
+    assert of_rollout(store, "chat-session") == [("", "production", 0, first_call, "0", []), ("", "production", 0, second_call, "1", [1.0])]
 
 
 def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -583,7 +583,7 @@ def test_builders_run_concurrently_build_each_rollout_once(store: StoreSettings)
         thread.join()
     spec = settings_of(store, "shared").builder.spec  # of which the rollouts of other tests are built as well
     assert rows(store, f"SELECT uniqExact(RunId, RolloutId), count() FROM spangrad_internal.builds WHERE BuildSpec = '{spec}'") == [
-        (sum(one.rollouts for one in summaries),) * 2
+        (sum(summary.rollouts for summary in summaries),) * 2
     ]
     once = [(name, 0, 1, 1, 0) for name in names]
     written = (

@@ -58,11 +58,11 @@ def test_two_policies_desk_grades_each_call_and_alternates_agents(replies, grade
 @pytest.mark.parametrize("agent", AGENTS)
 def test_two_policies_demonstrations_reveal_no_answer(agent: str) -> None:
     desk, rng = Desk(), random.Random(0)
-    found = [desk.demonstration(agent, rng) for _ in range(400)]
-    assert len({len(prompt) for prompt, _ in found}) == 1
-    assert {prompt[2] for prompt, _ in found} == {agent}
-    assert {reply[0] for _, reply in found} == set(TOOLS if agent == PLANNER else ARGUMENTS)
-    assert {prompt[-4] for prompt, _ in found} == set(TROUBLES if agent == PLANNER else ITEMS)
+    demonstrations = [desk.demonstration(agent, rng) for _ in range(400)]
+    assert len({len(prompt) for prompt, _ in demonstrations}) == 1
+    assert {prompt[2] for prompt, _ in demonstrations} == {agent}
+    assert {reply[0] for _, reply in demonstrations} == set(TOOLS if agent == PLANNER else ARGUMENTS)
+    assert {prompt[-4] for prompt, _ in demonstrations} == set(TROUBLES if agent == PLANNER else ITEMS)
 
 
 def test_two_policies_author_spans_name_agent_and_its_policy() -> None:
@@ -85,7 +85,9 @@ def test_two_policies_author_spans_name_agent_and_its_policy() -> None:
         ("chat planner", "planner"),
         ("chat writer", "writer"),
     ]
-    versions = [{one.key: one.value.string_value for one in span.attributes}["spangrad.policy.versions"] for span in answers]
+    versions = [
+        {attribute.key: attribute.value.string_value for attribute in span.attributes}["spangrad.policy.versions"] for span in answers
+    ]
     assert versions == ["[[[0,3]]]", "[[[0,4]]]"] * 2
     assert [(span.name, span.status.code) for span in spans if span.name in TOOLS] == [("refund", 2)]
     assert {by_id[agent.parent_span_id].name for agent in above} == {"rollout"}
@@ -94,13 +96,16 @@ def test_two_policies_author_spans_name_agent_and_its_policy() -> None:
 def test_two_policies_two_steps_train_each_policy_on_its_calls(tmp_path: Path) -> None:
     result = run(Desk(group=4), 0, 2, tmp_path)
     assert (result.sampled, set(result.checked.values())) == (2 * GROUPS * 4, {0})
-    assert {name: (one["versions"], one["rollouts"]) for name, one in result.lineage.items()} == {PLANNER: (2, 32), WRITER: (2, 32)}
-    calls = [one["calls"] for one in result.lineage.values()]
+    assert {name: (counts["versions"], counts["rollouts"]) for name, counts in result.lineage.items()} == {
+        PLANNER: (2, 32),
+        WRITER: (2, 32),
+    }
+    calls = [counts["calls"] for counts in result.lineage.values()]
     assert (sum(calls), calls[0] >= calls[1] > 64) == (result.calls, True)
-    assert len({one["spans"] for one in result.lineage.values()}) == 1
+    assert len({counts["spans"] for counts in result.lineage.values()}) == 1
     assert 0 < result.gap < 1e-4
-    told = conclude([result], whole=False)
-    assert (set(told["checked"].values()), told["ours"]["final"][BOTH]) == ({0}, [round(result.final[BOTH], 3)])
+    conclusion = conclude([result], whole=False)
+    assert (set(conclusion["checked"].values()), conclusion["ours"]["final"][BOTH]) == ({0}, [round(result.final[BOTH], 3)])
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def test_two_policies_account_counts_each_fault(world: BuiltRollouts, spoiled: t
     result = Result(0, 3, 1, sampled=3, calls=5 + (spoiled[:1] == ("transitions",)))
     account(result, world.client, world.run)
     assert {name: count for name, count in result.checked.items() if count} == seen
-    assert [one["rollouts"] for one in result.lineage.values()] == [3, 3]
+    assert [counts["rollouts"] for counts in result.lineage.values()] == [3, 3]
     more = replace(result, sampled=4, calls=result.calls + 2)
     account(more, world.client, world.run)
     assert (more.checked["untrained"], more.checked["unaccounted"]) == (len(AGENTS), 2)
@@ -159,11 +164,11 @@ def test_two_policies_conclude_counts_each_failed_claim(tmp_path: Path) -> None:
     )
     assert set(conclude([good, good], whole=True)["checked"].values()) == {0}
     bad = replace(good, begun={**good.begun, WRITER: 0.5}, final={**good.final, PLANNER: 0.84}, checked={"drops": 2})
-    told = conclude([good, bad], whole=True)
-    assert {name: count for name, count in told["checked"].items() if count} == {
+    conclusion = conclude([good, bad], whole=True)
+    assert {name: count for name, count in conclusion["checked"].items() if count} == {
         "drops": 2, "writer_taught": 1, "planner_not_learned": 1,
     }  # fmt: skip
-    assert json.loads(json.dumps(told)) == told
+    assert json.loads(json.dumps(conclusion)) == conclusion
     draw(tmp_path / "two.png", [good, bad])
     assert (tmp_path / "two.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -34,17 +34,19 @@ async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_pa
     moods += ["well"] * (count - len(moods))
     tasks = [Task(f"{number} {mood}", mood) for number, mood in enumerate(moods)]
     rewards = {"timeout": -1.0, "invalid_output": None}
-    with runner_services(tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count, failure_rewards=rewards) as here:
-        async with Runner(here.settings, here.agent) as runner:
+    with runner_services(
+        tmp_path, concurrency=8, timeout_seconds=3, max_attempts=2, attempts_kept=count, failure_rewards=rewards
+    ) as services:
+        async with Runner(services.settings, services.agent) as runner:
             outcomes = await runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert Counter((o.task_id.split()[1], o.failure) for o in outcomes) == Counter((mood, REASONS[mood]) for mood in moods)
         assert {o.failure: o.reward for o in outcomes} == {None: {"reward": 1.0}, **REWARDS}
         # What fails without a reward is tried twice, and each attempt has its root; the last one of each rollout ends it.
         expected = {(o.key.rollout_id, n): n == o.key.attempt for o in outcomes for n in range(o.key.attempt + 1)}
-        assert {key: root[semconv.ROLLOUT_FINAL] for key, root in here.roots().items()} == expected
+        assert {key: root[semconv.ROLLOUT_FINAL] for key, root in services.roots().items()} == expected
         assert Counter(o.key.attempt for o in outcomes) == Counter(int(mood == "garbage") for mood in moods)
         by_mood: dict[str, Outcome] = {o.task_id.split()[1]: o for o in outcomes}
-        roots = here.roots()
+        roots = services.roots()
         shown = {
             mood: [
                 (root.get(semconv.ROLLOUT_FAILURE), root.get(semconv.ROLLOUT_LOG, ""))
@@ -58,21 +60,23 @@ async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_pa
             "garbage": [("invalid_output", "no number\n")] * 2,
             "well": [(None, "thinking\n1\n")],
         }
-        assert here.processes() == []
+        assert services.processes() == []
 
 
 async def test_worker_sigterm_releases_unfinished_rollouts(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
-    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=2, drain_seconds=0.5) as services:
         async with serving(settings) as (client, _):
             tasks = [*new_rollouts(1, "hang", priority=1), *new_rollouts(3, "slow")]
-            await client.enqueue("run", [_mood(one, one.rollout_id.rstrip("0123456789")) for one in tasks if one.rollout_id])
-            worker = here.start_worker()
-            await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
+            await client.enqueue(
+                "run", [_mood(rollout, rollout.rollout_id.rstrip("0123456789")) for rollout in tasks if rollout.rollout_id]
+            )
+            worker = services.start_worker()
+            await asyncio.to_thread(services.sink.wait_for, lambda: bool(services.sink.named("rollout")), 30)
             worker.process.terminate()
             assert await asyncio.to_thread(worker.process.wait, 30) == 0
             states = {name: await client.rollout(name) for name in ("hang0", "slow0", "slow1", "slow2")}
-            ends = {name: [one.reason for one in rollout.attempts] for name, rollout in states.items()}
+            ends = {name: [attempt.reason for attempt in rollout.attempts] for name, rollout in states.items()}
             assert (states["hang0"].state, states["hang0"].attempts_left, ends["hang0"]) == (
                 RolloutState.QUEUED,
                 1,
@@ -80,11 +84,11 @@ async def test_worker_sigterm_releases_unfinished_rollouts(tmp_path: Path) -> No
             )
             assert (states["slow0"].state, ends["slow0"]) == (RolloutState.SUCCEEDED, [None])
             assert states["slow2"].state in {RolloutState.QUEUED, RolloutState.SUCCEEDED}
-            given_back = here.roots()["hang0", 0]
-            assert (given_back[semconv.ROLLOUT_FAILURE], given_back[semconv.ROLLOUT_FINAL]) == ("released", False)
+            released = services.roots()["hang0", 0]
+            assert (released[semconv.ROLLOUT_FAILURE], released[semconv.ROLLOUT_FINAL]) == ("released", False)
             # Every attempt that the queue knows of has its root.
-            assert here.roots().keys() == {(name, one.attempt) for name, rollout in states.items() for one in rollout.attempts}
-        assert here.processes() == []
+            assert services.roots().keys() == {(name, attempt.attempt) for name, rollout in states.items() for attempt in rollout.attempts}
+        assert services.processes() == []
 
 
 def _mood(rollout: NewRollout, mood: str) -> NewRollout:
@@ -93,73 +97,73 @@ def _mood(rollout: NewRollout, mood: str) -> NewRollout:
 
 async def test_worker_cancelled_rollout_ends_with_root_span(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=3)
-    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as services:
         async with serving(settings) as (client, _):
-            await client.enqueue("run", [_mood(one, "hang") for one in new_rollouts(2)])
-            here.start_worker()
-            await asyncio.to_thread(wait_until, lambda: bool(here.gateway.announced), 30, "an attempt")
+            await client.enqueue("run", [_mood(rollout, "hang") for rollout in new_rollouts(2)])
+            services.start_worker()
+            await asyncio.to_thread(wait_until, lambda: bool(services.gateway.announced), 30, "an attempt")
             cancelled = await client.cancel(RolloutSelector(run_id="run"))
             assert (cancelled.queued, cancelled.running) == (1, 1)
-            await asyncio.to_thread(here.sink.wait_for, lambda: bool(here.sink.named("rollout")), 30)
-            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
+            await asyncio.to_thread(services.sink.wait_for, lambda: bool(services.sink.named("rollout")), 30)
+            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in services.roots().items()} == {
                 ("r0", 0): ("cancelled", True)
             }
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 60, "the end of the agent's programs")
+            await asyncio.to_thread(wait_until, lambda: not services.processes(), 60, "the end of the agent's programs")
 
 
 async def test_worker_killed_has_its_root_spans_closed_by_others(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
-    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as here:
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as services:
         async with serving(settings) as (client, _):
-            await client.enqueue("run", [_mood(one, "hang") for one in new_rollouts(1)])
+            await client.enqueue("run", [_mood(rollout, "hang") for rollout in new_rollouts(1)])
             for attempt in range(2):
-                worker = here.start_worker()
+                worker = services.start_worker()
                 key = ("r0", attempt)
-                await asyncio.to_thread(wait_until, lambda key=key: key in here.gateway.announced, 30, "an attempt")
+                await asyncio.to_thread(wait_until, lambda key=key: key in services.gateway.announced, 30, "an attempt")
                 kill(worker.process.pid)
                 worker.process.wait()
-            await asyncio.to_thread(wait_until, lambda: not here.processes(), 60, "the end of the agent's programs")
+            await asyncio.to_thread(wait_until, lambda: not services.processes(), 60, "the end of the agent's programs")
             assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is RolloutState.DEAD
-            here.start_worker()
-            await asyncio.to_thread(here.sink.wait_for, lambda: ("r0", 1) in here.roots(), 30)
-            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in here.roots().items()} == {
+            services.start_worker()
+            await asyncio.to_thread(services.sink.wait_for, lambda: ("r0", 1) in services.roots(), 30)
+            assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in services.roots().items()} == {
                 ("r0", 0): ("lost", False),
                 ("r0", 1): ("lost", True),
             }
 
 
-def run_command(here: RunnerServices, *words: str) -> list[str]:
+def run_command(services: RunnerServices, *words: str) -> list[str]:
     settings = {
-        "store.otlp_endpoint": here.settings.store.otlp_endpoint,
-        "gateway.url": here.settings.gateway.url,
-        "runner.directory": here.settings.runner.directory,
+        "store.otlp_endpoint": services.settings.store.otlp_endpoint,
+        "gateway.url": services.settings.gateway.url,
+        "runner.directory": services.settings.runner.directory,
         "runner.concurrency": 2,
         "runner.group_size": 1,
     }
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    return [*own_command("run", "--run-id", "run", "--directory", str(here.directory), *sets, *words), "--", "sh", "agent.sh"]
+    return [*own_command("run", "--run-id", "run", "--directory", str(services.directory), *sets, *words), "--", "sh", "agent.sh"]
 
 
 def test_run_resume_after_kill_completes_rollouts(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps({"task_id": f"t{n}", "input": "slow"}) + "\n" for n in range(12)))
-    with runner_services(tmp_path) as here:
-        run = subprocess.Popen(run_command(here, "--tasks", str(tmp_path / "tasks.jsonl")), stdout=subprocess.DEVNULL)
+    with runner_services(tmp_path) as services:
+        run = subprocess.Popen(run_command(services, "--tasks", str(tmp_path / "tasks.jsonl")), stdout=subprocess.DEVNULL)
         try:
-            here.sink.wait_for(lambda: len(here.sink.named("rollout")) >= 3, 30)
+            services.sink.wait_for(lambda: len(services.sink.named("rollout")) >= 3, 30)
         finally:
             run.send_signal(signal.SIGKILL)
             run.wait()
-        resumed = subprocess.run(run_command(here, "--resume"), capture_output=True, text=True, timeout=60)
+        resumed = subprocess.run(run_command(services, "--resume"), capture_output=True, text=True, timeout=60)
         assert resumed.returncode == 0, resumed.stderr
         assert len([line for line in resumed.stdout.splitlines() if line.startswith("t") and "+1.000" in line]) == 12
-        finals = Counter(key[0] for key, root in here.roots().items() if root[semconv.ROLLOUT_FINAL])
+        finals = Counter(key[0] for key, root in services.roots().items() if root[semconv.ROLLOUT_FINAL])
         assert len(finals) == 12
-        lost = [root for root in here.roots().values() if root.get(semconv.ROLLOUT_FAILURE)]
+        lost = [root for root in services.roots().values() if root.get(semconv.ROLLOUT_FAILURE)]
         assert {root[semconv.ROLLOUT_FAILURE] for root in lost} <= {"lost"}
-        assert here.processes() == []
-        assert list(here.settings.runner.directory.glob("queues/run/*.db")) == []
+        assert services.processes() == []
+        assert list(services.settings.runner.directory.glob("queues/run/*.db")) == []
         with pytest.raises(QueueError, match="there is nothing to resume"):
-            asyncio.run(Runner(here.settings, here.agent, resume=True).__aenter__())
+            asyncio.run(Runner(services.settings, services.agent, resume=True).__aenter__())
 
 
 JUDGED = """
@@ -190,8 +194,8 @@ JUDGED = """
 async def test_evaluations_setting_bounds_evaluators_apart_from_agents(tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
     agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
-    with runner_services(tmp_path, concurrency=2, evaluations=1) as here:
-        async with Runner(here.settings, agent) as runner:
+    with runner_services(tmp_path, concurrency=2, evaluations=1) as services:
+        async with Runner(services.settings, agent) as runner:
             outcomes = await runner.run([Task(str(n), n) for n in range(8)], mode=Mode.TRAIN, group_size=1)
     rewards = [o.reward for o in outcomes if o.reward]
     assert len(rewards) == 8
