@@ -67,13 +67,13 @@ def test_merge_figures_count_merges_against_breaks() -> None:
 def test_compare_counts_differing_rollouts() -> None:
     rollout = WORKLOAD.rollout(0)
     right = truth_of(rollout)
-    told = [[*row[:4], f"id-{number}", row[4]] for number, row in enumerate(right)]
-    assert compare({rollout.name: right}, {"results": {rollout.name: told}}) == {"different": 0}
-    without = [[*row[:2], hashes([], [], [])[2], *row[3:]] for row in told]
+    built = [[*row[:4], f"id-{number}", row[4]] for number, row in enumerate(right)]
+    assert compare({rollout.name: right}, {"results": {rollout.name: built}}) == {"different": 0}
+    without = [[*row[:2], hashes([], [], [])[2], *row[3:]] for row in built]
     assert compare({rollout.name: right}, {"results": {rollout.name: without}}) == {"different": 0}
-    wrong = [*told[:4], [*told[4][:3], 7.0, *told[4][4:]], *told[5:-1]]
+    wrong = [*built[:4], [*built[4][:3], 7.0, *built[4][4:]], *built[5:-1]]
     assert compare({rollout.name: right}, {"results": {rollout.name: wrong}}) == {"different": 2}
-    assert compare({}, {"results": {rollout.name: told}}) == {"different": 32}
+    assert compare({}, {"results": {rollout.name: built}}) == {"different": 32}
     assert differing(right, right[1:]) == 32
 
 

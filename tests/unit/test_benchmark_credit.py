@@ -87,8 +87,8 @@ def test_sampler_gives_logprobs_of_drawn_tokens(tmp_path: Path) -> None:
     with torch.inference_mode():
         whole = sampler.model(torch.tensor([call.prompt + call.reply for call in calls])).logits.log_softmax(-1)
     for row, call in enumerate(calls):
-        found = [whole[row, len(call.prompt) - 1 + place, token].item() for place, token in enumerate(call.reply)]
-        assert call.logprobs == pytest.approx(found, abs=1e-5)
+        expected = [whole[row, len(call.prompt) - 1 + place, token].item() for place, token in enumerate(call.reply)]
+        assert call.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_author_spans_name_rollout_and_graded_rewards_only() -> None:
@@ -102,8 +102,8 @@ def test_author_spans_name_rollout_and_graded_rewards_only() -> None:
         for scope in resource.scope_spans
         for span in scope.spans
     ]
-    said = [{one.key: one.value for one in span.attributes} for span in spans]
-    assert {one["spangrad.rollout.id"].string_value for one in said} == {"run-7-0", "run-7-1"}
+    attributes = [{one.key: one.value for one in span.attributes} for span in spans]
+    assert {one["spangrad.rollout.id"].string_value for one in attributes} == {"run-7-0", "run-7-1"}
     names = [span.name for span in spans]
     assert {name: names.count(name) for name in names} == {
         "rollout": 2, "clerk": 2, "ChatCompletion": 7, "chat policy": 7, "search": 2, "open": 1, "edit": 1, "save": 1, "login": 1,
@@ -113,33 +113,33 @@ def test_author_spans_name_rollout_and_graded_rewards_only() -> None:
         ("rollout", 0),
     ]
     assert [span.name for span in spans if span.status.code == 2] == ["login"]
-    assert [one["spangrad.rollout.calls"].int_value for one, name in zip(said, names, strict=True) if name == "rollout"] == [4, 3]
+    assert [one["spangrad.rollout.calls"].int_value for one, name in zip(attributes, names, strict=True) if name == "rollout"] == [4, 3]
 
 
 def results() -> list[Result]:
     """Five seeds of each arm, as they should be."""
-    found = list[Result]()
+    runs = list[Result]()
     for task, ours in OURS.items():
         for name, pace in ((ours, 40.0), ("identical", 80.0)):
             for seed in range(5):
                 course = [min(1.0, step / pace) for step in range(60)]
-                found.append(
+                runs.append(
                     Result(task, name, seed, 64, 60, course, course, final=course[-1], sampled=9, trained=9, calls=9, transitions=9)
                 )
     gamed = Result("flow", "gamed", 0, 64, 60, [0.0] * 60, [0.6] * 60, alarms=[20, 21])
-    return [*found, gamed, Result("flow", "retokenized", 0, 64, 60, [0.0], refused="no", sampled=9)]
+    return [*runs, gamed, Result("flow", "retokenized", 0, 64, 60, [0.0], refused="no", sampled=9)]
 
 
 def test_credit_conclude_of_good_results_has_no_failed_check(tmp_path: Path) -> None:
     good = results()
-    told = conclude(good, whole=True)
-    assert set(told["checked"].values()) == {0}
-    assert (told["ours"]["flow"]["final_mean"], told["peer"]["inbox"]["steps_to_hit_median"]) == (1.0, 60)
-    assert told["ratio"] == {
+    summary = conclude(good, whole=True)
+    assert set(summary["checked"].values()) == {0}
+    assert (summary["ours"]["flow"]["final_mean"], summary["peer"]["inbox"]["steps_to_hit_median"]) == (1.0, 60)
+    assert summary["ratio"] == {
         "flow_final_mean": 1.36, "flow_at_40_mean": 2.0, "flow_steps_to_hit_median": 1.82,
         "inbox_final_mean": 1.36, "inbox_at_40_mean": 2.0, "inbox_steps_to_hit_median": 1.82,
     }  # fmt: skip
-    assert told["others"]["gamed"]["alarms"] == [20, 21]
+    assert summary["others"]["gamed"]["alarms"] == [20, 21]
     draw(tmp_path / "credit.png", good)
     assert (tmp_path / "credit.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -181,7 +181,7 @@ def test_credit_benchmark_resumes_after_kill(tmp_path: Path) -> None:
     (tmp_path / "runs.jsonl").write_text(json.dumps(there.json()) + "\n")
     done = subprocess.run([*command, "--seeds", "0", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["ours"]["inbox"]["final"][0] == 0.25
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["ours"]["inbox"]["final"][0] == 0.25
     assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()] == [0, 1, 0, 1]
-    assert set(told["checked"].values()) == {0}
+    assert set(summary["checked"].values()) == {0}

@@ -30,9 +30,9 @@ def test_dispatch_check_counts_lost_double_and_refused(
 
 def test_dispatch_report_ratio_is_to_fastest_peer() -> None:
     rates = {"ours": 3000.0, "ours_singly": 300.0, "peer_runner": 30.0, "peer_store": 150.0}
-    told = report(
+    result = report(
         {name: Measured({"rollouts_per_s": rate, "server_cpu_us": 3e5 / rate}, {"lost": len(name)}) for name, rate in rates.items()}
     )
-    assert told["ratio"] == {"rollouts_per_s": 20.0, "rollouts_per_s_singly": 10.0, "server_cpu": 20.0, "server_cpu_singly": 10.0}
-    assert told["checked"] == {"lost": 4, "singly_lost": 11, "peer_runner_lost": 11, "peer_store_lost": 10}
+    assert result["ratio"] == {"rollouts_per_s": 20.0, "rollouts_per_s_singly": 10.0, "server_cpu": 20.0, "server_cpu_singly": 10.0}
+    assert result["checked"] == {"lost": 4, "singly_lost": 11, "peer_runner_lost": 11, "peer_store_lost": 10}
     assert report({"ours": Measured({"rollouts_per_s": 1.0, "server_cpu_us": 1.0}, {})})["ratio"] == {}

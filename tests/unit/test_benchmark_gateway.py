@@ -102,22 +102,22 @@ class TestUpstreamAndClient:
 
 
 def tally(cpu_us: float, milliseconds: float, **answers: str) -> Tally:
-    """A road that took so much for each of ten calls."""
+    """A way of calling that took so much for each of ten calls."""
     part = Part(1.0, [milliseconds] * 10, [milliseconds / 2] * 10, [f"id-{number}" for number in range(10)])
-    straight = Part(1.0, [1.0] * 10, [0.5] * 10)
-    seen = Tally(cpu=dict.fromkeys(Kind, cpu_us * 1e-05), alone=[(straight, part)])
+    direct = Part(1.0, [1.0] * 10, [0.5] * 10)
+    seen = Tally(cpu=dict.fromkeys(Kind, cpu_us * 1e-05), alone=[(direct, part)])
     for kind in Kind:
         seen.loaded[kind].append(part)
-        seen.straight[kind].append(straight)
+        seen.direct[kind].append(direct)
         seen.answers[kind] = {answers[kind]} if kind in answers else set()
     return seen
 
 
 class TestReport:
     def test_gateway_report_ratio_is_peer_over_gateway(self) -> None:
-        sound = {"whole": PLAIN, "stream": PLAIN_STREAM}
+        answers = {"whole": PLAIN, "stream": PLAIN_STREAM}
         result = report(
-            {"ours": tally(500, 2.0, **sound), "peer": tally(20_000, 21.0, **sound)}, {"ours": {"lost": 0}, "peer": {"lost": 3}}, BODIES
+            {"ours": tally(500, 2.0, **answers), "peer": tally(20_000, 21.0, **answers)}, {"ours": {"lost": 0}, "peer": {"lost": 3}}, BODIES
         )
         assert result["ratio"] == {"cpu": 40.0, "cpu_stream": 40.0, "p50_added": 20.0, "throughput": 1.0}
         assert [result["ours"][name] for name in ("cpu_us", "p50_added_ms", "first_added_ms_stream", "per_s")] == [500.0, 1.0, 0.5, 10.0]

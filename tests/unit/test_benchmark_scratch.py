@@ -37,14 +37,14 @@ def test_scratch_after_exception_keeps_everything(temporary: Path, capsys: pytes
     with pytest.raises(SystemExit) as stopped:
         run(None)
     log = Path(str(stopped.value).removeprefix("see "))
-    scratches._tell()  # pyright: ignore[reportPrivateUsage]
+    scratches._print_kept()  # pyright: ignore[reportPrivateUsage]
     assert (log.read_text(), (log.parents[1] / "store.db").exists()) == ("why it failed", True)
     assert str(log.parents[2]) in capsys.readouterr().err
 
 
 def test_scratch_after_failed_check_keeps_logs(capsys: pytest.CaptureFixture[str]) -> None:
     directory = run({"lost": 1})
-    scratches._tell()  # pyright: ignore[reportPrivateUsage]
+    scratches._print_kept()  # pyright: ignore[reportPrivateUsage]
     assert [path for path in directory.rglob("*") if path.is_file()] == [directory / "run/logs/train.log"]
     assert str(directory) in capsys.readouterr().err
     assert exit_code({"lost": 1}) == 1
@@ -52,7 +52,7 @@ def test_scratch_after_failed_check_keeps_logs(capsys: pytest.CaptureFixture[str
 
 def test_scratch_of_sound_benchmark_leaves_nothing(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run({"lost": 0, "double": 0})
-    scratches._tell()  # pyright: ignore[reportPrivateUsage]
+    scratches._print_kept()  # pyright: ignore[reportPrivateUsage]
     assert (list(temporary.iterdir()), capsys.readouterr().err) == ([], "")
     assert exit_code({"lost": 0}) == 0
 

@@ -50,9 +50,9 @@ class TestWorkload:
 
     def test_workload_bodies_differ_only_by_rollout_names(self) -> None:
         workload = Workload(3)
-        ours, theirs = workload.names(5), [RolloutName(f"ro-{number:012d}", f"at-{number:08d}") for number in range(5)]
-        (body,), (other) = list(workload.bodies(ours)), next(workload.bodies(theirs))
-        for own, their in zip(ours, theirs, strict=True):
+        first_names, second_names = workload.names(5), [RolloutName(f"ro-{number:012d}", f"at-{number:08d}") for number in range(5)]
+        (body,), (other) = list(workload.bodies(first_names)), next(workload.bodies(second_names))
+        for own, their in zip(first_names, second_names, strict=True):
             body = body.replace(own.rollout.encode(), their.rollout.encode()).replace(own.attempt.encode(), their.attempt.encode())
         assert body == other
 
@@ -73,7 +73,7 @@ class TestWorkload:
             if scope == semconv.GATEWAY_SCOPE
         ]
         held = [
-            sum(len(one[key]) // 4 for one in attributes)
+            sum(len(call[key]) // 4 for call in attributes)
             for key in (semconv.INPUT_TOKEN_IDS, semconv.OUTPUT_TOKEN_IDS, semconv.OUTPUT_LOGPROBS)
         ]
         prompts, responses = workload.tokens(5)

@@ -89,7 +89,7 @@ def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "message"),
     [
         ("{0}/no.py", "'{0}/no.py' cannot be loaded from {0}: FileNotFoundError"),
         ("{0}/broken.py:agent", "'{0}/broken.py:agent' cannot be loaded from {0}: ZeroDivisionError"),
@@ -98,12 +98,12 @@ def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None
         ("", "'' does not name a callable"),
     ],
 )  # fmt: skip
-def test_load_agent_with_invalid_reference_raises(tmp_path: Path, reference: str, said: str) -> None:
+def test_load_agent_with_invalid_reference_raises(tmp_path: Path, reference: str, message: str) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "plain.py").write_text("def agent(given): return given\n")
     with pytest.raises(AgentError) as raised:
         load_agent(reference.format(tmp_path))
-    assert str(raised.value).startswith(said.format(tmp_path))
+    assert str(raised.value).startswith(message.format(tmp_path))
 
 
 def test_reference_of_module_function_gives_name_and_directory(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_reference_of_module_function_gives_name_and_directory(tmp_path: Path) -
     (tmp_path / "parts" / "__init__.py").write_text("def top(given): ...\nclass Team:\n    def lead(given): ...\n")
     sys.path.insert(0, str(tmp_path))
     functions = [load("parts.deep.agents:agent"), load("parts:top"), load("parts:Team.lead")]
-    assert [reference_of(one, "the agent") for one in functions] == [
+    assert [reference_of(function, "the agent") for function in functions] == [
         ("parts.deep.agents:agent", tmp_path),
         ("parts:top", tmp_path),
         ("parts:Team.lead", tmp_path),
@@ -135,7 +135,7 @@ def closure() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (lambda given: given, "is a lambda, and the worker processes cannot import it. Define it with `def`"),
         (closure(), "'closure.<locals>.inner' of .* is defined inside another function"),
@@ -145,8 +145,8 @@ def closure() -> Any:
         (len, "'?len'? is of builtins, which is no file|which the worker processes cannot import"),
     ],
 )
-def test_reference_of_unimportable_function_raises(function: Any, said: str) -> None:
-    with pytest.raises(AgentError, match=said):
+def test_reference_of_unimportable_function_raises(function: Any, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
         reference_of(function, "the agent")
 
 

@@ -24,7 +24,7 @@ def script(layout: Layout) -> list[str]:
 
 
 def tables(statements: list[str]) -> list[str]:
-    return [found[1] for one in statements if (found := re.match(r"CREATE TABLE IF NOT EXISTS \w+\.(\w+)", one))]
+    return [match[1] for statement in statements if (match := re.match(r"CREATE TABLE IF NOT EXISTS \w+\.(\w+)", statement))]
 
 
 def test_layout_of_one_server_keeps_statements_unchanged() -> None:
@@ -85,8 +85,8 @@ def test_layout_schema_statements_run_on_cluster_and_are_replicated(layout: Layo
 
 
 def test_layout_every_schema_table_has_distributed_table() -> None:
-    here, sharded = tables(script(Layout())), tables(script(SHARDED))
-    assert sorted(sharded) == sorted([*here, *(f"{name}_local" for name in here if name != "schema_migrations")])
+    single, sharded = tables(script(Layout())), tables(script(SHARDED))
+    assert sorted(sharded) == sorted([*single, *(f"{name}_local" for name in single if name != "schema_migrations")])
 
 
 def test_layout_materialized_views_use_local_tables_only() -> None:
@@ -99,12 +99,12 @@ def test_layout_materialized_views_use_local_tables_only() -> None:
 def test_shard_by_columns_are_in_sorting_key_of_replacing_tables() -> None:
     """The columns of a table's sharding key are in its sorting key, or follow from it."""
     for statement in script(Layout()):
-        found = re.match(
+        match = re.match(
             r"CREATE TABLE IF NOT EXISTS \w+\.(\w+).*ENGINE = (?:Replacing|Aggregating)MergeTree.*ORDER BY \(([^)]*)\)", statement, re.S
         )
-        if found:
-            columns = set(re.findall(r"\b[A-Z]\w+", SHARD_BY[found[1]]))
-            assert columns <= set(found[2].split(", ")), found[1]
+        if match:
+            columns = set(re.findall(r"\b[A-Z]\w+", SHARD_BY[match[1]]))
+            assert columns <= set(match[2].split(", ")), match[1]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ BODIES = st.lists(st.binary(min_size=1, max_size=300), max_size=6)
 def reopened(path: Path) -> list[bytes]:
     journal = Journal(path)
     try:
-        return found(journal)
+        return read_bodies(journal)
     finally:
         journal.close()
 
 
-def found(journal: Journal) -> list[bytes]:
+def read_bodies(journal: Journal) -> list[bytes]:
     """All bodies, each of which is read by its place, too."""
     bodies = list(journal.bodies())
     assert [journal.read(start, len(body)) for start, body in bodies] == [body for _, body in bodies]
@@ -43,7 +43,7 @@ def test_journal_torn_at_any_byte_keeps_whole_bodies_before(
         starts = [start for group in groups for start in journal.append(group)]
         assert starts == [start for start, _ in journal.bodies()]
         appended = [body for group in groups for body in group]
-        assert found(journal) == appended
+        assert read_bodies(journal) == appended
         journal.close()
 
         data = bytearray(path.read_bytes())
@@ -61,7 +61,7 @@ def test_journal_torn_at_any_byte_keeps_whole_bodies_before(
             whole.append(body)
 
         journal = Journal(path)
-        assert found(journal) == whole
+        assert read_bodies(journal) == whole
         journal.append(more)
         journal.close()
         assert reopened(path) == whole + more
@@ -88,7 +88,7 @@ def test_journal_old_bodies_of_same_length_are_not_read_again(tmp_path: Path) ->
     journal.append([b"old 1", b"old 2", b"old 3"])
     journal.clear()
     journal.append([b"new 1"])
-    assert found(journal) == [b"new 1"]
+    assert read_bodies(journal) == [b"new 1"]
     assert b"old 2" in (tmp_path / "journal").read_bytes()
     journal.close()
 
@@ -166,7 +166,7 @@ def test_journal_keeps_free_space_for_tables(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="256 MiB"):
         journal.append([b"a"])
 
-    assert (journal.size, found(journal)) == (0, [])
+    assert (journal.size, read_bodies(journal)) == (0, [])
     journal.close()
 
 

@@ -78,30 +78,30 @@ def run(body: bytes, number: int) -> RunningStatement:
 
 async def test_statement_of_disconnected_client_frees_body_and_files(engine: BusyEngine) -> None:
     runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ArrivalBoard(), ReaderLimits(100, 60))
-    crowd = [run(b"SELECT 1", number) for number in range(WORKERS[TokenRole.READER])]
-    for one in crowd:
-        runner.start(one)
-    await until(lambda: all(one.done.running() for one in crowd))
+    statements = [run(b"SELECT 1", number) for number in range(WORKERS[TokenRole.READER])]
+    for statement in statements:
+        runner.start(statement)
+    await until(lambda: all(statement.done.running() for statement in statements))
     body = b"SELECT 1 /* " + bytes(1000) + b" */"
     before = sys.getrefcount(body), open_files(os.getpid())
 
     left = [run(body, 100 + number) for number in range(10)]
-    for one in left:
-        runner.start(one)
-        runner.abandon(one)
+    for statement in left:
+        runner.start(statement)
+        runner.abandon(statement)
 
-    assert all(one.done.cancelled() for one in left)
+    assert all(statement.done.cancelled() for statement in left)
     assert (sys.getrefcount(body), open_files(os.getpid())) == before
     engine.gate.set()
-    await until(lambda: all(one.done.done() for one in crowd))
-    for one in crowd:
-        runner.abandon(one)
+    await until(lambda: all(statement.done.done() for statement in statements))
+    for statement in statements:
+        runner.abandon(statement)
     # Those whose turn came after they were gone did nothing, and closed nothing a second time.
     last = run(b"SELECT 1", 1000)
     runner.start(last)
     assert await last.result() == QueryAnswer(b"")
     runner.abandon(last)
-    assert open_files(os.getpid()) == before[1] - 2 * len(crowd)
+    assert open_files(os.getpid()) == before[1] - 2 * len(statements)
     runner.close()
 
 
@@ -140,15 +140,15 @@ async def test_unpacker_slow_bodies_block_no_others(monkeypatch: pytest.MonkeyPa
             async with client.post(url, data=bytes(1000), headers={"Content-Encoding": "gzip"}) as answer:
                 return await answer.text()
 
-        crowd = [asyncio.create_task(send()) for _ in range(100)]
+        requests = [asyncio.create_task(send()) for _ in range(100)]
         await until(lambda: budget.held == 100 * 1000)
         # Answers are packed on the event loop's own threads.
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "an answer"), 20) == "an answer"
 
-        for one in crowd[:98]:
-            one.cancel()
+        for request in requests[:98]:
+            request.cancel()
         await until(lambda: budget.held == 2 * 1000)
         gate.set()
-        answers = await asyncio.gather(*crowd, return_exceptions=True)
-    assert [one for one in answers if isinstance(one, str)] == ["1000"] * 2
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    assert [answer for answer in answers if isinstance(answer, str)] == ["1000"] * 2
     unpacker.close()

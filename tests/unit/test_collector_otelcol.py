@@ -81,9 +81,9 @@ def test_otelcol_environment_has_settings() -> None:
         collector__token="a$b",
     )
 
-    made = otelcol.environment(given, {"PATH": "/bin", "GOGC": "50", "SPANGRAD_STORE__URL": "http://other"})
+    environment = otelcol.environment(given, {"PATH": "/bin", "GOGC": "50", "SPANGRAD_STORE__URL": "http://other"})
 
-    assert made == {
+    assert environment == {
         "PATH": "/bin",
         "GOGC": "50",
         "GOMEMLIMIT": "768MiB",
@@ -103,10 +103,14 @@ def test_otelcol_environment_has_settings() -> None:
 
 
 def test_otelcol_environment_has_store_token_for_senders_and_store() -> None:
-    made = otelcol.environment(settings(store__token="sesame"), {})
+    environment = otelcol.environment(settings(store__token="sesame"), {})
 
-    assert (made["SPANGRAD_COLLECTOR__TOKEN"], made["CLICKHOUSE_USER"], made["CLICKHOUSE_PASSWORD"]) == ("sesame", "default", "sesame")
-    assert (made["GOGC"], made["CLICKHOUSE_COMPRESS"]) == ("200", "none")
+    assert (environment["SPANGRAD_COLLECTOR__TOKEN"], environment["CLICKHOUSE_USER"], environment["CLICKHOUSE_PASSWORD"]) == (
+        "sesame",
+        "default",
+        "sesame",
+    )
+    assert (environment["GOGC"], environment["CLICKHOUSE_COMPRESS"]) == ("200", "none")
 
 
 def test_otelcol_configuration_files_follow_settings(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ from spangrad.settings.runner import ContainerSettings, HandlerSettings
 
 
 def spec(*command: str, runner: RunnerSettings | None = None, **words: Any) -> AgentSpec:
-    told: dict[str, Any] = {"agent": None, "evaluator": None, "directory": Path(), "instrument": False, **words}
-    agent, evaluator, directory = told.pop("agent"), told.pop("evaluator"), told.pop("directory")
-    return agent_spec(command, agent, evaluator, directory, runner or RunnerSettings(), **told)
+    arguments: dict[str, Any] = {"agent": None, "evaluator": None, "directory": Path(), "instrument": False, **words}
+    agent, evaluator, directory = arguments.pop("agent"), arguments.pop("evaluator"), arguments.pop("directory")
+    return agent_spec(command, agent, evaluator, directory, runner or RunnerSettings(), **arguments)
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "parts").mkdir()
     for name in ("solver.py", "parts/judge.py"):
         (tmp_path / name).write_text("")
@@ -30,8 +30,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_agent_spec_from_each_form_of_arguments(here: Path) -> None:
-    solver, judge = str(here / "solver.py"), str(here / "parts" / "judge.py")
+def test_agent_spec_from_each_form_of_arguments(project: Path) -> None:
+    solver, judge = str(project / "solver.py"), str(project / "parts" / "judge.py")
     assert spec("solver.py") == spec(agent="solver.py") == CallableAgent(solver)
     assert spec("solver.py:solve", evaluator="parts/judge.py:score") == CallableAgent(f"{solver}:solve", f"{judge}:score")
     assert spec(agent="judge.py:a", directory=Path("parts")) == CallableAgent(f"{judge}:a", directory=Path("parts"))
@@ -43,11 +43,11 @@ def test_agent_spec_from_each_form_of_arguments(here: Path) -> None:
         "org/agent", ("solver.py", "--fast"), engine="podman", network="mine", arguments=("--gpus", "all"), address="host"
     )
     names = [spec("solver.py:solve"), spec(agent="parts.judge:a"), spec("./run.sh"), spec(image="registry:5000/org/agent:1@sha256:0")]
-    assert [one.name for one in names] == ["solver", "parts.judge", "run.sh", "agent"]
+    assert [agent.name for agent in names] == ["solver", "parts.judge", "run.sh", "agent"]
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "said"),
+    ("command", "words", "message"),
     [
         ((), {}, "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment"),
         (("python", "a.py"), {"agent": "solver.py"}, "name one agent"),
@@ -56,22 +56,22 @@ def test_agent_spec_from_each_form_of_arguments(here: Path) -> None:
         ((), {"agent": "solver:a", "evaluator": "no.py:b", "directory": Path("parts")}, "no.py is no file, neither here nor in parts."),
     ],
 )
-@pytest.mark.usefixtures("here")
-def test_agent_spec_with_invalid_arguments_raises(command: tuple[str, ...], words: dict[str, Any], said: str) -> None:
+@pytest.mark.usefixtures("project")
+def test_agent_spec_with_invalid_arguments_raises(command: tuple[str, ...], words: dict[str, Any], message: str) -> None:
     with pytest.raises(AgentError) as raised:
         spec(*command, **words)
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)
 
 
-def test_agents_of_without_an_agent_are_those_of_the_handlers(here: Path) -> None:
+def test_agents_of_without_an_agent_are_those_of_the_handlers(project: Path) -> None:
     handlers = {
         "math": HandlerSettings(agent="solver.py:solve", evaluator="judge.py:score", on_failure="judge.py:rescue", directory=Path("parts")),
         "code": HandlerSettings(image="org/agent:1", command=["--fast"], container=ContainerSettings(engine="podman")),
     }
     runner = RunnerSettings(handlers=handlers, concurrency=3)
-    judge = here / "parts" / "judge.py"
+    judge = project / "parts" / "judge.py"
     assert agents_of(runner, (), None, None, Path(), instrument=False) == {
-        "math": CallableAgent(f"{here / 'solver.py'}:solve", f"{judge}:score", Path("parts"), on_failure=f"{judge}:rescue"),
+        "math": CallableAgent(f"{project / 'solver.py'}:solve", f"{judge}:score", Path("parts"), on_failure=f"{judge}:rescue"),
         "code": ContainerAgent("org/agent:1", ("--fast",), engine="podman"),
     }
     assert runner.of_handler("code").container.engine == "podman"

@@ -32,11 +32,11 @@ QUESTION = Question("s", START, (Task("a", 1),), (Task("b", 1),))
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever width rich finds where the tests run."""
-    made = console.plain_console
-    monkeypatch.setattr(console, "plain_console", lambda *given, **more: made(*given, **{**more, "width": 200}))
+    build_console = console.plain_console
+    monkeypatch.setattr(console, "plain_console", lambda *given, **more: build_console(*given, **{**more, "width": 200}))
 
 
-def found(gain: float = 0.8) -> SearchResult:
+def search_result(gain: float = 0.8) -> SearchResult:
     """A search that has found a better version."""
     first = Candidate(1, ODD, 0.1, {"b": 0.1}, 0, None)
     edit = Edit("s", 1, 1, 0, ODD, 2)
@@ -62,7 +62,7 @@ def test_run_and_train_plan_print_names_without_markup(capsys: pytest.CaptureFix
 
 def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     store = SimpleNamespace(
-        edits=lambda name: [found().best.edit], versions=lambda name: [START, PromptText("greeting", 2, "b", "d", 0.0, False)]
+        edits=lambda name: [search_result().best.edit], versions=lambda name: [START, PromptText("greeting", 2, "b", "d", 0.0, False)]
     )
     monkeypatch.setattr(prompt, "_store", lambda *_: store)
     prompt._show("greeting", history=True)
@@ -74,19 +74,19 @@ def test_prompt_search_publishes_better_prompt_and_prints_rounds(
 ) -> None:
     put: list[tuple[Any, ...]] = []
     monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
-    prompt._finish(Settings(), found(), tmp_path, publish=True)
+    prompt._finish(Settings(), search_result(), tmp_path, publish=True)
     assert put == [("greeting", f"{ODD} kindly")]
     rows = [line.rstrip().split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()[:3]]
     assert rows == ["begins", f"{ODD} kindly", ODD]
 
 
 def test_prompt_search_publishes_better_prompt_before_printing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(table: object) -> None:
+    def broken_pipe(table: object) -> None:
         raise BrokenPipeError
 
     put: list[Sequence[Any]] = []
     monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
-    monkeypatch.setattr(prompt, "_print", gone)
+    monkeypatch.setattr(prompt, "_print", broken_pipe)
     with pytest.raises(BrokenPipeError):
-        prompt._finish(Settings(), found(), tmp_path, publish=True)
+        prompt._finish(Settings(), search_result(), tmp_path, publish=True)
     assert put == [("greeting", f"{ODD} kindly")]

@@ -26,13 +26,13 @@ def gateway() -> Iterator[AdminGateway]:
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     """One that made versions 1 and 2, and has a third group."""
-    made = wired(
+    wired_trainer = wired(
         settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, checkpoint__keep=2), FakeSource(["a", "b"])
     )
-    made.run(follow=False)
-    made.source = FakeSource(["c"], changes={"c": made.source.changes["a"]})  # type: ignore[attr-defined]
-    yield made
-    made.ledger.close()
+    wired_trainer.run(follow=False)
+    wired_trainer.source = FakeSource(["c"], changes={"c": wired_trainer.source.changes["a"]})  # type: ignore[attr-defined]
+    yield wired_trainer
+    wired_trainer.ledger.close()
 
 
 @pytest.fixture
@@ -73,17 +73,17 @@ def test_policy_list_marks_head_served_pinned_and_leased_versions(ask, trainer: 
 
 
 def test_policy_show_prints_facts_of_ledger(ask, trainer: Trainer) -> None:
-    one = trainer.ledger.version(1)
+    version = trainer.ledger.version(1)
     shown = ask("show", "policy@1")
     assert shown[:8] == [
         "version policy@1 on branch main",
         "status committed",
         "from 0",
         "next 2",
-        f"batch {one.policy_version.batch_id} of run run (train)",
-        f"files {one.policy_version.path}",
-        f"checksum {one.policy_version.checksum}",
-        f"tokenizer {one.tokenizer_hash}",
+        f"batch {version.policy_version.batch_id} of run run (train)",
+        f"files {version.policy_version.path}",
+        f"checksum {version.policy_version.checksum}",
+        f"tokenizer {version.tokenizer_hash}",
     ]
     assert "mean_return 0.5" in shown
     with pytest.raises(LedgerError, match=r"knows no version policy@7\. `spangrad policy list` shows"):
@@ -114,8 +114,8 @@ def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
     caplog.set_level("INFO")
     trainer.run(follow=False)
     assert "version 1 is loaded: branch main was moved there by another process" in caplog.text
-    made = newest_version(trainer.ledger)
-    assert (made.version, made.policy_version.parent, trainer.ledger.lineage()) == (3, 1, [0, 1, 3])
+    newest = newest_version(trainer.ledger)
+    assert (newest.version, newest.policy_version.parent, trainer.ledger.lineage()) == (3, 1, [0, 1, 3])
     assert (path(trainer, 3) / "optimizer/weight").read_text() == "2.0", "one step from version 1, whose weight is 1"
     assert ask("show", "policy@1")[3] == "next 2, 3"
     assert ask("rollback", "policy@2", "--no-publish") == ["branch main of policy is at version 2: the next step trains it"]

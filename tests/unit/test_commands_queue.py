@@ -26,7 +26,7 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     where = [f"queue.url={settings.queue.url}"]
 
-    async def told(function: Any, *arguments: Any, **options: Any) -> str:
+    async def printed(function: Any, *arguments: Any, **options: Any) -> str:
         await asyncio.to_thread(function, *arguments, **options, set_=where)
         return capsys.readouterr().out
 
@@ -35,23 +35,23 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
         good, bad, _ = await client.lease("run", "a worker", 3)
         await client.complete([Completion(rollout_id=good.rollout_id, attempt=0, rewards={"reward": 0.5}, calls=3, seconds=1.25)])
         await client.fail([Failure(rollout_id=bad.rollout_id, attempt=0, reason=AttemptFailure.EXIT_CODE, detail="exit code 3")])
-        assert words(await told(command._list)) == snapshot(
+        assert words(await printed(command._list)) == snapshot(
             [["run", "queued", "running", "succeeded", "failed", "dead", "cancelled"], ["run", "2", "1", "1", "0", "1", "0"]]
         )
-        assert words(await told(command._list, run="run", group="r group 0")) == snapshot(
+        assert words(await printed(command._list, run="run", group="r group 0")) == snapshot(
             [
                 ["rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"],
                 ["r0", "run", "r group 0", "task 0", "train", "succeeded", "1", "succeeded"],
                 ["r1", "run", "r group 0", "task 1", "train", "dead", "1", "exit_code exit code 3"],
             ]
         )
-        assert words(await told(command._dead)) == snapshot(
+        assert words(await printed(command._dead)) == snapshot(
             [
                 ["rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"],
                 ["r1", "run", "r group 0", "task 1", "train", "dead", "1", "exit_code exit code 3"],
             ]
         )
-        shown = (await told(command._show, "r0")).splitlines()
+        shown = (await printed(command._show, "r0")).splitlines()
         assert [*shown[:3], shown[-1].split("  ")[0], shown[-1].split("UTC")[1].split()] == snapshot(
             [
                 "rollout   r0 of run run (train)",
@@ -61,20 +61,22 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
                 ["1.2", "succeeded", "3", "reward=0.5"],
             ]
         )
-        assert await told(command._cancel, run="run", group="r group 1") == snapshot("cancelled: 1 that were queued, 1 that were running\n")
-        assert await told(command._retry, "r1") == snapshot("queued again: 1\n")
-        assert await told(command._purge, older_than_days=1.0) == snapshot("deleted: 0\n")
-        assert await told(command._purge, older_than_days=0.0, run="run") == snapshot("deleted: 2\n")
+        assert await printed(command._cancel, run="run", group="r group 1") == snapshot(
+            "cancelled: 1 that were queued, 1 that were running\n"
+        )
+        assert await printed(command._retry, "r1") == snapshot("queued again: 1\n")
+        assert await printed(command._purge, older_than_days=1.0) == snapshot("deleted: 0\n")
+        assert await printed(command._purge, older_than_days=0.0, run="run") == snapshot("deleted: 2\n")
         with pytest.raises(SettingsError, match=r"^--older-than-days -1 is less than 0\. Name how many days ago rollouts must have ended"):
-            await told(command._purge, older_than_days=-1.0)
+            await printed(command._purge, older_than_days=-1.0)
         with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: queue\.keep_days is not set\.$"):
             await asyncio.to_thread(command._purge, set_=[*where, "queue.keep_days=null"])
         with pytest.raises(QueueError, match=r"refuses GET /v1/rollouts/nobody \(404\): the queue has no rollout nobody\."):
-            await told(command._show, "nobody")
+            await printed(command._show, "nobody")
         with pytest.raises(
             SettingsError, match=r"--state 'odd' is none\. A rollout is queued, running, succeeded, failed, dead, cancelled\."
         ):
-            await told(command._list, state="odd")
+            await printed(command._list, state="odd")
 
 
 async def test_queue_cancel_and_retry_of_unknown_rollouts_raise(tmp_path: Path) -> None:
@@ -95,14 +97,14 @@ async def test_queue_cancel_and_retry_of_unknown_rollouts_raise(tmp_path: Path) 
 async def test_queue_commands_print_agent_text_without_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", max_attempts=1)
     where = [f"queue.url={settings.queue.url}"]
-    said = "[INST] :key: list[int] [/INST]"
+    text = "[INST] :key: list[int] [/INST]"
     async with serving(settings) as (client, _):
-        await client.enqueue(said, new_rollouts(1))
-        (lease,) = await client.lease(said, said, 1)
-        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=0, reason=AttemptFailure.EXCEPTION, detail=said)])
+        await client.enqueue(text, new_rollouts(1))
+        (lease,) = await client.lease(text, text, 1)
+        await client.fail([Failure(rollout_id=lease.rollout_id, attempt=0, reason=AttemptFailure.EXCEPTION, detail=text)])
         for show, names, places in ((command._list, [], 1), (command._dead, [], 2), (command._show, [lease.rollout_id], 3)):
             await asyncio.to_thread(show, *names, set_=where)
-            assert capsys.readouterr().out.count(said) == places
+            assert capsys.readouterr().out.count(text) == places
 
 
 def test_queue_commands_without_server_raise_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

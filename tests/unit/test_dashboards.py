@@ -61,7 +61,7 @@ def test_provisioning_names_store_token_and_dashboards() -> None:
     assert (source["type"], source["jsonData"]["protocol"]) == ("grafana-clickhouse-datasource", "http")
     assert source["jsonData"]["port"] == StoreSettings().clickhouse_port
     assert source["secureJsonData"] == {"password": "$SPANGRAD_STORE__READ_TOKEN"}
-    assert {(one["name"], one["type"], one["query"]) for one in used} == {("datasource", "datasource", source["type"])}
+    assert {(variable["name"], variable["type"], variable["query"]) for variable in used} == {("datasource", "datasource", source["type"])}
     assert f"dashboards/json:{provider['options']['path']}:ro" in page
 
 
@@ -106,7 +106,7 @@ def test_panel_macro_without_arguments_is_parenthesized(panel: grafana.Panel) ->
 
 
 def test_panels_do_not_overlap_and_links_name_variables() -> None:
-    names = {model["uid"]: {one["name"] for one in model["templating"]["list"]} for model in MODELS.values()}
+    names = {model["uid"]: {variable["name"] for variable in model["templating"]["list"]} for model in MODELS.values()}
     for model in MODELS.values():
         cells = [
             (x, y)
@@ -189,8 +189,8 @@ def test_replace_variables_matches_documentation(choice: Choice, sql: str, expan
     ],
 )
 def test_conditional_all_with_all_selected_is_true(choice: Choice, expanded: str) -> None:
-    twice = "$__conditionalAll(f(a, b) IN ($x), $x) AND $__conditionalAll(f(a, b) IN ($x), ${x})"
-    assert conditional_all(twice, {"x": choice}) == f"{expanded} AND {expanded}"
+    query = "$__conditionalAll(f(a, b) IN ($x), $x) AND $__conditionalAll(f(a, b) IN ($x), ${x})"
+    assert conditional_all(query, {"x": choice}) == f"{expanded} AND {expanded}"
 
 
 def test_expand_applies_browser_macros_before_backend_macros() -> None:
@@ -260,12 +260,12 @@ TIME, NUMBER, WORD = ("time", "DateTime"), ("n", "UInt64"), ("w", "String")
     ],
 )  # fmt: skip
 def test_complaints_of_wrong_column_types(kind: str, columns: list[tuple[str, str]], rows: list[list[Any]], complaint: str | None) -> None:
-    found = complaints(of(kind), columns, rows)
-    assert found == [] if complaint is None else any(complaint in one for one in found), found
+    reported = complaints(of(kind), columns, rows)
+    assert reported == [] if complaint is None else any(complaint in text for text in reported), reported
 
 
 def test_complaints_of_overrides_and_links_to_missing_columns() -> None:
     link = {"id": "links", "value": [{"url": "/d/x?var-a=${__data.fields.gone}"}]}
     override = {"matcher": {"id": "byName", "options": "lost"}, "properties": [link]}
-    found = complaints(of("table", fieldConfig={"overrides": [override]}), [NUMBER], [[1]])
-    assert found == ["an override speaks of lost, which is no column", "a link speaks of gone, which is no column"]
+    reported = complaints(of("table", fieldConfig={"overrides": [override]}), [NUMBER], [[1]])
+    assert reported == ["an override speaks of lost, which is no column", "a link speaks of gone, which is no column"]

@@ -52,13 +52,13 @@ class Flow:
     def update(self, extra: int) -> Difference:
         """What the source does: enqueue, or cancel the newest that run."""
         demand = self.demand
-        found = difference(demand, extra)
+        change = difference(demand, extra)
         place = demand.enqueued + demand.cancelled
-        self.running |= set(range(place, place + found.enqueue))
-        gone = sorted(self.running)[-found.cancel :] if found.cancel else []
-        self.running -= set(gone)
-        self.cancelled += len(gone)
-        return Difference(found.enqueue, len(gone))
+        self.running |= set(range(place, place + change.enqueue))
+        cancelled = sorted(self.running)[-change.cancel :] if change.cancel else []
+        self.running -= set(cancelled)
+        self.cancelled += len(cancelled)
+        return Difference(change.enqueue, len(cancelled))
 
 
 EVENTS = st.lists(st.sampled_from(["end", "take", "commit", "crash", "look", "look"]), max_size=60)
@@ -71,8 +71,8 @@ def test_difference_cancels_stragglers_once_and_never_exceeds_demand(events: lis
     for event in events:
         match event:
             case "end" if flow.running:
-                flow.running.remove(one := random.choice(sorted(flow.running)))
-                flow.whole.add(one)
+                flow.running.remove(group := random.choice(sorted(flow.running)))
+                flow.whole.add(group)
             case "take" if len(flow.whole) >= 2:
                 flow.begun = True
             case "crash":
@@ -124,28 +124,28 @@ async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path
         # Another source goes on where the queue stands.
         assert await source().update() == DemandUpdate(4, 4, 0)
         rollouts = (await client.rollouts(run_id="run")).rollouts
-        assert Counter(one.mode for one in rollouts) == {Mode.TRAIN: 8, Mode.GREEDY: 4}
-        assert {one.task_id for one in rollouts[:9]} == {"t0", "t1", "t2"}
-        assert len({one.group_id for one in rollouts}) == 4
+        assert Counter(rollout.mode for rollout in rollouts) == {Mode.TRAIN: 8, Mode.GREEDY: 4}
+        assert {rollout.task_id for rollout in rollouts[:9]} == {"t0", "t1", "t2"}
+        assert len({rollout.group_id for rollout in rollouts}) == 4
 
         (held,) = await client.lease("run", "worker 1", 1)
         await first.update()  # sees it begin, under version 0
         served["policy"] = 2
-        (later,) = [one for one in await client.lease("run", "worker 1", 3) if one.group_id != held.group_id]
+        (later,) = [lease for lease in await client.lease("run", "worker 1", 3) if lease.group_id != held.group_id]
         await first.update()
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=5, oldest_version=1))
         assert await first.update() == DemandUpdate(5, 5, 1)
-        states = {one.group_id: one.state for one in (await client.rollouts(run_id="run", group_id=held.group_id)).rollouts}
+        states = {rollout.group_id: rollout.state for rollout in (await client.rollouts(run_id="run", group_id=held.group_id)).rollouts}
         assert states == {held.group_id: RolloutState.CANCELLED}
-        assert {one.state for one in (await client.rollouts(run_id="run", group_id=later.group_id)).rollouts} <= {
+        assert {rollout.state for rollout in (await client.rollouts(run_id="run", group_id=later.group_id)).rollouts} <= {
             RolloutState.RUNNING,
             RolloutState.QUEUED,
         }
-        assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 6
+        assert len({rollout.group_id for rollout in (await client.rollouts(run_id="run")).rollouts}) == 6
 
         await client.cancel(RolloutSelector(run_id="run", group_id=later.group_id))
         assert await first.update() == DemandUpdate(5, 5, 0)
-        assert len({one.group_id for one in (await client.rollouts(run_id="run")).rollouts}) == 7
+        assert len({rollout.group_id for rollout in (await client.rollouts(run_id="run")).rollouts}) == 7
 
 
 @given(st.sampled_from(get_args(Estimator)), st.integers(1, 6), st.data())
@@ -174,6 +174,9 @@ async def test_demand_source_group_with_too_many_dead_rollouts_is_replaced_early
             updates.append(await source.update())
         assert updates == [DemandUpdate(1, 1, 0), DemandUpdate(1, 1, 1)]
         rollouts = (await client.rollouts(run_id="run")).rollouts
-        assert Counter(one.state for one in rollouts if one.group_id == group) == {RolloutState.DEAD: 2, RolloutState.CANCELLED: 1}
-        assert Counter(one.state for one in rollouts if one.group_id != group) == {RolloutState.QUEUED: 3}
+        assert Counter(rollout.state for rollout in rollouts if rollout.group_id == group) == {
+            RolloutState.DEAD: 2,
+            RolloutState.CANCELLED: 1,
+        }
+        assert Counter(rollout.state for rollout in rollouts if rollout.group_id != group) == {RolloutState.QUEUED: 3}
         assert await source.update() == DemandUpdate(1, 1, 0), "looked at again, nothing is done"

@@ -178,9 +178,9 @@ def test_asked_tools_gives_tool_calls_of_answers() -> None:
         ConventionSpan("ai", "x", {"ai.operationId": "ai.streamText.doStream", "ai.response.toolCalls": '[{"toolCallId": "call_5"}]'}),
         ConventionSpan("a", "x", {"openinference.span.kind": "TOOL", "tool_call.id": "call_1"}),
     )
-    found = dialects.asked_tools(dialects.describe(spans))
+    asked = dialects.asked_tools(dialects.describe(spans))
     places = {span: place for place, span in enumerate(spans["SpanId"])}
-    assert sorted((places[span], tool) for span, tool in found.select("SpanId", "ToolCallId").rows()) == [
+    assert sorted((places[span], tool) for span, tool in asked.select("SpanId", "ToolCallId").rows()) == [
         (0, "call_1"),
         (1, "call_2"),
         (1, "call_3"),

@@ -23,7 +23,7 @@ CAPTURED = {
 
 
 def test_direct_mode_frameworks_match_docs_table() -> None:
-    lines = [f"| {framework} | {' | '.join(found(SPANS / f'{file}.jsonl'))} |" for framework, file in CAPTURED.items()]
+    lines = [f"| {framework} | {' | '.join(counts_of(SPANS / f'{file}.jsonl'))} |" for framework, file in CAPTURED.items()]
     measured = "\n".join(
         ["| framework | calls with ids | without | failed | not read | agents' names |", "| --- | --- | --- | --- | --- | --- |", *lines]
     )
@@ -33,7 +33,7 @@ def test_direct_mode_frameworks_match_docs_table() -> None:
     assert page[start : page.index(end, start)] == measured, f"\n{measured}"
 
 
-def found(file: Path) -> tuple[str, ...]:
+def counts_of(file: Path) -> tuple[str, ...]:
     """How many calls the captured spans tell of: with token ids, without, failed, in no convention that is read; and whose they are."""
     spans = SpanFactory()
     spans.evaluation(spans.root())

@@ -94,9 +94,9 @@ class Story(RuleBasedStateMachine):
         self.held: set[str] = set()
         """That somebody was told of, and has not given back."""
         self.beaten: dict[str, float] = {}
-        self.pool = self.do(self.made)
+        self.pool = self.do(self.started_pool)
 
-    async def made(self) -> InstancePool:
+    async def started_pool(self) -> InstancePool:
         pool = InstancePool(self.world.make, self.count, lease_seconds=LEASE_SECONDS, seconds=5, clock=lambda: self.now)
         await pool.start()
         return pool
@@ -268,8 +268,8 @@ async def test_environments_service_routes_answer() -> None:
         unknown = await asked(http, "POST", leases, {**ask, "color": "red"})
         assert unknown[0] == 400
         async with http.get(f"{url}/metrics") as answer:
-            told = [line for line in (await answer.text()).splitlines() if not line.startswith("#") and not line.endswith(" 0.0")]
-        assert told == [
+            lines = [line for line in (await answer.text()).splitlines() if not line.startswith("#") and not line.endswith(" 0.0")]
+        assert lines == [
             'spangrad_environments_instances{state="leased"} 1.0',
             'spangrad_environments_leases_total{event="leased"} 3.0',
             'spangrad_environments_leases_total{event="released"} 2.0',
@@ -280,8 +280,8 @@ async def test_environments_service_routes_answer() -> None:
         ]
 
 
-async def _is(asking: Any, wanted: object) -> bool:
-    return await asking == wanted
+async def _is(asking: Any, expected: object) -> bool:
+    return await asking == expected
 
 
 async def test_environments_lease_request_of_disconnected_client_is_skipped() -> None:
@@ -346,11 +346,11 @@ async def test_environment_client_without_service_loses_lease_before_its_end() -
     async with service(settings) as (url, _):
         client = await EnvironmentClient(url, None).__aenter__()
         held = await client.lease("r", 0, "x", 10)
-    gone = asyncio.get_running_loop().time()
+    stopped = asyncio.get_running_loop().time()
     try:
-        said = await asyncio.wait_for(held.lost, 20)
-        assert said.startswith(f"the environments at {url} have not answered for ")
-        assert asyncio.get_running_loop().time() - gone < 8
+        message = await asyncio.wait_for(held.lost, 20)
+        assert message.startswith(f"the environments at {url} have not answered for ")
+        assert asyncio.get_running_loop().time() - stopped < 8
     finally:
         await client.__aexit__(None, None, None)
 

@@ -69,13 +69,13 @@ class Voice:
 
     async def reply(self, request: ReplyRequest) -> ModelReply:
         self.contexts.append(tuple(request.messages))
-        said = len(self.contexts) - 1
-        delay = self.delays[said] if said < len(self.delays) else 0
+        number = len(self.contexts) - 1
+        delay = self.delays[number] if number < len(self.delays) else 0
         if delay is None:
             await asyncio.Event().wait()
         for _ in range(delay or 0):
             await asyncio.sleep(0)
-        return ModelReply({"role": "assistant", "content": str(said)}, "stop", f"{self.name}-{said}", 1)
+        return ModelReply({"role": "assistant", "content": str(number)}, "stop", f"{self.name}-{number}", 1)
 
 
 def match(environment: object, voices: Mapping[str, Voice], limits: EpisodeLimits = UNLIMITED) -> Match:

@@ -39,8 +39,8 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WordPolicy
     for client in clients:
         client.cache_clear()
     yield start
-    for one in running:
-        one.close()
+    for fake in running:
+        fake.close()
     for client in clients:
         client.cache_clear()
 
@@ -62,29 +62,29 @@ CONVERSATIONS: list[tuple[list[str], str, Messages]] = [
 ]
 
 
-@pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
+@pytest.mark.parametrize(("replies", "answer", "expected"), CONVERSATIONS)
 async def test_calculator_agent_follows_conversation(
-    policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages
+    policy: Callable[..., WordPolicy], replies: list[str], answer: str, expected: Messages
 ) -> None:
     seen: list[Messages] = []
     answers = script(*replies)
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
-    assert (await calculator.agent(COUNTED)).strip() == said
-    assert seen[-1][-len(told) :] == told
+    assert (await calculator.agent(COUNTED)).strip() == answer
+    assert seen[-1][-len(expected) :] == expected
     assert seen[-1][0] == ("user", COUNTED["text"])
     asked = {(chat["model"], chat["max_tokens"], chat["temperature"], chat["tools"][0]["function"]["name"]) for chat in fake.chats}
     assert (asked, len(seen)) == ({("policy", 6, 1.0, "calc")}, len(replies))
 
 
-@pytest.mark.parametrize(("replies", "said", "told"), CONVERSATIONS)
+@pytest.mark.parametrize(("replies", "answer", "expected"), CONVERSATIONS)
 async def test_from_scratch_agent_equals_calculator_at_own_endpoint(
-    policy: Callable[..., WordPolicy], replies: list[str], said: str, told: Messages
+    policy: Callable[..., WordPolicy], replies: list[str], answer: str, expected: Messages
 ) -> None:
     seen: list[Messages] = []
     answers = script(*replies)
     fake = policy(lambda messages: (seen.append(messages), answers(messages))[1])
-    assert (await from_scratch.agent(COUNTED, f"{fake.url}/rollout/r/attempt/0/v1")).strip() == said
-    assert seen[-1][-len(told) :] == told
+    assert (await from_scratch.agent(COUNTED, f"{fake.url}/rollout/r/attempt/0/v1")).strip() == answer
+    assert seen[-1][-len(expected) :] == expected
     assert set(fake.paths) == {"/rollout/r/attempt/0/v1/chat/completions"}
 
 
@@ -112,13 +112,13 @@ async def test_retrieval_qa_agent_answers_and_passes_malformed_replies(policy: C
     mayor = facts.facts()["mayor", facts.facts()["capital", country]]
     fake = policy(researcher)
     assert await retrieval.agent({"text": f"who runs the capital of {country} ?"}) == f" answer {mayor}"
-    assert [one["role"] for one in fake.chats[-1]["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
+    assert [message["role"] for message in fake.chats[-1]["messages"]] == ["user", "assistant", "tool", "assistant", "tool"]
     policy(lambda messages: "search x")
     retrieval._researcher.cache_clear()
     assert await retrieval.agent({"text": "who rules x ?"}) == "", "it went on searching"
     for malformed in ("search", "find it", ""):
         retrieval._researcher.cache_clear()
-        policy(lambda messages, said=malformed: said)
+        policy(lambda messages, reply=malformed: reply)
         assert (await retrieval.agent({"text": "who rules x ?"})).strip() == malformed
 
 
@@ -139,8 +139,8 @@ async def test_text_to_sql_agent_asks_writer_checker_and_rewriter(policy: Callab
         [("system", "fix sql"), ("user", f"{question} {WRONG} : rows checker : wrong select")],
         [("system", "check sql"), ("user", f"{question} {RIGHT} : rows")],
     ]
-    told = [(chat["model"], chat["max_completion_tokens"], chat["temperature"]) for chat in fake.chats]
-    assert told == [("policy", 24, 1.0), ("checker", 3, 0.0)] * 2
+    requests = [(chat["model"], chat["max_completion_tokens"], chat["temperature"]) for chat in fake.chats]
+    assert requests == [("policy", 24, 1.0), ("checker", 3, 0.0)] * 2
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ async def test_spider_recipe_agent_asks_one_model_in_three_roles(policy: Callabl
     assert [messages[0] for messages in seen] == [
         ("system", text) for text in (spider.WRITER, spider.CHECKER, spider.REWRITER, spider.CHECKER)
     ]
-    told = "query : select sid from singer where age > 99\nresult : empty\nchecker : that finds nothing"
-    assert seen[2][1] == ("user", f"create table singer\nquestion : which ?\n{told}")
+    feedback = "query : select sid from singer where age > 99\nresult : empty\nchecker : that finds nothing"
+    assert seen[2][1] == ("user", f"create table singer\nquestion : which ?\n{feedback}")
     assert seen[3][1][1].endswith("query : select 1\nresult : 1")
     assert {chat["model"] for chat in fake.chats} == {"policy"}
 

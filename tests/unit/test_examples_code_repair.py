@@ -16,12 +16,15 @@ def drawn(count: int, *, held_out: bool) -> list[Repository]:
 
 
 def test_repository_has_one_bug_that_its_tests_find() -> None:
-    for one in drawn(300, held_out=False):
-        broken = one.broken
-        assert [function.name for function in one.functions if not function.passes] == [broken.name]
+    for drawn_repository in drawn(300, held_out=False):
+        broken = drawn_repository.broken
+        assert [function.name for function in drawn_repository.functions if not function.passes] == [broken.name]
         assert broken.module.splitlines()[broken.line - 1] == f"    return {broken.written.code}"
-        assert all(agrees(replace(function, written=function.right), (1, 2, 3)) for function in one.functions)
-    kinds = {(one.broken.written.operation == one.broken.right.operation) for one in drawn(50, held_out=False)}
+        assert all(agrees(replace(function, written=function.right), (1, 2, 3)) for function in drawn_repository.functions)
+    kinds = {
+        (drawn_repository.broken.written.operation == drawn_repository.broken.right.operation)
+        for drawn_repository in drawn(50, held_out=False)
+    }
     assert kinds == {True, False}
 
 
@@ -46,12 +49,12 @@ def test_transcripts_have_known_words_and_nothing_held_out() -> None:
 
 
 def test_simulated_repository_passes_after_the_repair() -> None:
-    for one in drawn(50, held_out=True):
-        simulated = SimulatedRepository(one.functions)
-        assert simulated.check() == f"fail {one.broken.name}.py [exit code 1]"
-        simulated.edit(one.broken.name, one.broken.right)
+    for drawn_repository in drawn(50, held_out=True):
+        simulated = SimulatedRepository(drawn_repository.functions)
+        assert simulated.check() == f"fail {drawn_repository.broken.name}.py [exit code 1]"
+        simulated.edit(drawn_repository.broken.name, drawn_repository.broken.right)
         assert simulated.check() == "passed"
-        assert prompt(one).split()[1:] == [f"{function.name}.py" for function in one.functions]
+        assert prompt(drawn_repository).split()[1:] == [f"{function.name}.py" for function in drawn_repository.functions]
 
 
 def test_hidden_tests_equal_the_values_of_each_operations_code() -> None:

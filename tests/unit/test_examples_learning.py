@@ -52,7 +52,7 @@ def test_encoded_transcript_has_tokens_of_chat_template() -> None:
     assert ids[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one.name)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> None:
     settings = load_settings(example_settings(example, tmp_path, 3, 9))
     assert settings.trainer.run_id == settings.runner.run_id == example.name
@@ -68,11 +68,12 @@ def test_example_settings_and_files_load(example: Example, tmp_path: Path) -> No
 
 def test_text_to_sql_example_selects_named_agents(tmp_path: Path) -> None:
     selected = {
-        who: load_settings(example_settings(text_to_sql(who, "model"), tmp_path, 0, 9)).builder.selection for who in ("both", "writer")
+        agents: load_settings(example_settings(text_to_sql(agents, "model"), tmp_path, 0, 9)).builder.selection
+        for agents in ("both", "writer")
     }
     assert selected["writer"].agents == "writer_agent"
     assert selected["both"].agents == "(re)?writer_agent"
-    assert {one.policies for one in selected.values()} == {"policy"}
+    assert {selection.policies for selection in selected.values()} == {"policy"}
 
 
 def test_league_settings_load_with_players_of_each_pairing(tmp_path: Path) -> None:
@@ -90,10 +91,10 @@ def test_policy_settings_of_two_policies_share_all_but_their_own(tmp_path: Path)
     first, second = (load_settings(values) for values in policy_settings(tmp_path, 3, 9, 9).values())
     assert first.builder.spec == second.builder.spec
     assert (first.store, first.gateway.url, first.trainer.directory) == (second.store, second.gateway.url, second.trainer.directory)
-    assert [(one.trainer.policy, one.trainer.phase_policies, one.trainer.selection.agents) for one in (first, second)] == [
-        (role, (other,), role) for role, other in (ROLES, ROLES[::-1])
-    ]
-    assert [one.trainer.model == one.engine.model for one in (first, second)] == [True, True]
+    assert [
+        (settings.trainer.policy, settings.trainer.phase_policies, settings.trainer.selection.agents) for settings in (first, second)
+    ] == [(role, (other,), role) for role, other in (ROLES, ROLES[::-1])]
+    assert [settings.trainer.model == settings.engine.model for settings in (first, second)] == [True, True]
     assert (first.gateway.backends[0].url, second.engine.port) == ("http://127.0.0.1:9", 9)
     assert first.runner.episode.players == {}, "each pairing has its own"
 

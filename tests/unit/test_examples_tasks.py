@@ -36,20 +36,20 @@ DRAWN: dict[str, tuple[Callable[[int], Questions], Sequence[str], int]] = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_questions_depend_on_seed_and_exclude_held_out(name: str) -> None:
     draw, words, held_out = DRAWN[name]
-    one, again, other = draw(1), draw(1), draw(2)
-    assert one == again
-    assert one.train != other.train
-    assert one.held_out == other.held_out
-    assert (len(one.train), len(one.held_out)) == (400, held_out)
-    assert not {question["text"] for question in one.train} & {question["text"] for question in one.held_out}
-    assert {word for question in (*one.train, *one.held_out) for word in question["text"].split()} <= set(words)
+    drawn, again, other = draw(1), draw(1), draw(2)
+    assert drawn == again
+    assert drawn.train != other.train
+    assert drawn.held_out == other.held_out
+    assert (len(drawn.train), len(drawn.held_out)) == (400, held_out)
+    assert not {question["text"] for question in drawn.train} & {question["text"] for question in drawn.held_out}
+    assert {word for question in (*drawn.train, *drawn.held_out) for word in question["text"].split()} <= set(words)
 
 
 def test_questions_held_out_patterns_and_chains_are_not_trained() -> None:
     asked = retrieval.questions(3, 2000)
 
     def chains(part: Sequence[Question]) -> set[object]:
-        return {(one["hops"][0][1], *[relation for relation, _ in one["hops"]]) for one in part}
+        return {(question["hops"][0][1], *[relation for relation, _ in question["hops"]]) for question in part}
 
     assert not chains(asked.train) & chains(asked.held_out)
     assert (len(grammar.TRAINED), len(grammar.HELD_OUT)) == (68, 16)
@@ -72,18 +72,20 @@ def test_transcripts_have_known_words_and_nothing_held_out(draw: Callable[..., l
     assert {word for messages in shown for message in messages for word in message["content"].split()} <= set(words)
     assert all(messages[-1]["role"] == "assistant" for messages in shown)
     texts = {message["content"] for messages in shown for message in messages if message["role"] == "user"}
-    assert not [one["text"] for one in held_out if any(one["text"] == text or f": {one['text']} sql" in text for text in texts)]
+    assert not [
+        question["text"] for question in held_out if any(question["text"] == text or f": {question['text']} sql" in text for text in texts)
+    ]
 
 
 def test_policy_transcript_does_not_reveal_sql_functions() -> None:
     """With "average", the right function is said no more often than its place in the grammar."""
     rng = random.Random(0)
-    said = Counter(
+    answers = Counter(
         messages[-1]["content"].split()[1]
         for messages in (sql_model.policy_transcript(rng) for _ in range(4000))
         if any("average" in message["content"].split() for message in messages[:-1])
     )
-    assert 0.15 < said["avg"] / said.total() < 0.35
+    assert 0.15 < answers["avg"] / answers.total() < 0.35
 
 
 def test_calculator_questions_have_right_answers() -> None:
@@ -113,11 +115,11 @@ def test_calculate_invalid_operation_raises(a: int, operator: str, b: int) -> No
 
 
 def test_evaluate_of_each_example_gives_rewards() -> None:
-    numbers = {said: calculator.evaluate({"answer": 19}, said) for said in ("answer 19", "answer 18", "19", "", "answer 19 19")}
+    numbers = {answer: calculator.evaluate({"answer": 19}, answer) for answer in ("answer 19", "answer 18", "19", "", "answer 19 19")}
     assert numbers == {"answer 19": 1.0, "answer 18": 0.0, "19": -0.2, "": -0.2, "answer 19 19": -0.2}
     given = {"answer": "mito katoson"}
     answers = ("answer mito katoson", "answer mito", "answer x", "mito", "answer")
-    people = {said: round(retrieval.evaluate(given, said), 3) for said in answers}
+    people = {answer: round(retrieval.evaluate(given, answer), 3) for answer in answers}
     assert people == {"answer mito katoson": 1.0, "answer mito": 0.7, "answer x": 0.1, "mito": 0.0, "answer": 0.0}
     parts = {"parts": ("count ( * )", "singer", "age >", "30")}
     queries = (
@@ -128,7 +130,7 @@ def test_evaluate_of_each_example_gives_rewards() -> None:
         "delete from singer",
         "",
     )
-    assert [sql.evaluate(parts, {"query": one}) for one in queries] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [sql.evaluate(parts, {"query": query}) for query in queries] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert database.rows("select count ( * ) from singer") == ((80,),)
 
 
@@ -145,7 +147,7 @@ def test_verdict_names_first_part_that_differs() -> None:
         "select from singer where age > 5": "wrong sql",
         "": "wrong sql",
     }
-    assert {said: grammar.verdict(said, parts) for said in verdicts} == verdicts
+    assert {query: grammar.verdict(query, parts) for query in verdicts} == verdicts
     assert [database.outcome(query) for query in (right, right.replace("51", "99"), right.replace(")", ""))] == ["rows", "empty", "error"]
 
 
@@ -155,8 +157,8 @@ def test_database_rows_from_threads_with_refused_queries() -> None:
     for _ in range(10):
         database.rows.cache_clear()
         with ThreadPoolExecutor(16) as threads:
-            found = list(threads.map(database.rows, queries))
-        assert [one is None for one in found] == [False, True, True] * (len(queries) // 3)
+            rows = list(threads.map(database.rows, queries))
+        assert [row is None for row in rows] == [False, True, True] * (len(queries) // 3)
 
 
 def test_database_rows_of_slow_query_is_none() -> None:
@@ -175,8 +177,8 @@ def test_write_questions_are_read_as_tasks(tmp_path: Path) -> None:
     drawn = sql.questions(0, 3, oracle=True).train
     write_questions(tmp_path / "train.jsonl", "train", drawn)
     tasks = read_tasks(tmp_path / "train.jsonl")
-    assert [one.task_id for one in tasks] == ["train-0", "train-1", "train-2"]
-    assert [one.input for one in tasks] == json.loads(json.dumps(drawn))
+    assert [task.task_id for task in tasks] == ["train-0", "train-1", "train-2"]
+    assert [task.input for task in tasks] == json.loads(json.dumps(drawn))
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,11 @@ def test_dialogue_of_anthropic_messages() -> None:
 
 def _recorded() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """What vLLM was asked and answered, errors and streams aside (the gateway puts these together before they are stored)."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted((FIXTURES / "gateway").glob("*.json"))}
-    whole = {name: one for name, one in found.items() if one["bare"]["status"] == 200 and not one["request"].get("stream")}
-    return {name: (one["request"], json.loads(one["bare"]["body"])) for name, one in whole.items()}
+    recorded = {file.stem: json.loads(file.read_text()) for file in sorted((FIXTURES / "gateway").glob("*.json"))}
+    whole = {
+        name: exchange for name, exchange in recorded.items() if exchange["bare"]["status"] == 200 and not exchange["request"].get("stream")
+    }
+    return {name: (exchange["request"], json.loads(exchange["bare"]["body"])) for name, exchange in whole.items()}
 
 
 @pytest.mark.parametrize(("request_", "answer"), _recorded().values(), ids=_recorded())
@@ -126,9 +128,9 @@ def test_dialogue_of_recorded_vllm_exchanges_is_read(request_: dict[str, Any], a
         with pytest.raises(UnreadableError, match="token ids"):
             dialogue(request_, answer, 0)
         return
-    found = dialogue(request_, answer, 0)
-    assert found.prompt
-    assert found.reply
+    parsed = dialogue(request_, answer, 0)
+    assert parsed.prompt
+    assert parsed.reply
 
 
 OPENINFERENCE = {
@@ -219,7 +221,7 @@ def test_dialogue_with_server_items_raises() -> None:
 
 
 def test_read_gen_ai_parts() -> None:
-    said = [
+    messages = [
         {
             "role": "assistant",
             "parts": [{"type": "reasoning", "content": "hm"}, {"type": "tool_call", "id": "c1", "name": "add", "arguments": {"a": 1}}],
@@ -228,7 +230,7 @@ def test_read_gen_ai_parts() -> None:
     ]
     attributes = {
         "gen_ai.system_instructions": json.dumps([{"type": "text", "content": "Be good."}]),
-        "gen_ai.input.messages": json.dumps(said),
+        "gen_ai.input.messages": json.dumps(messages),
         "gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [{"type": "text", "content": "hello"}]}]),
         "gen_ai.tool.definitions": json.dumps([ADD]),
     }
@@ -252,15 +254,15 @@ def test_read_redacted_missing_or_broken_text_raises_distinct_errors() -> None:
 def test_read_recorded_model_spans_have_texts() -> None:
     """Of every span of an instrumented client that is no failure."""
     scopes = ("openinference.instrumentation.openai", "openinference.instrumentation.anthropic", "opentelemetry.instrumentation.openai.v1")
-    found = Counter[str]()
+    outcomes = Counter[str]()
     for file in sorted((FIXTURES / "spans").glob("*.jsonl")):
         for line in file.read_text().splitlines():
             for resource in json.loads(line).get("resourceSpans", []):
                 spans = [span for scope in resource["scopeSpans"] if scope["scope"].get("name") in scopes for span in scope["spans"]]
                 for span in spans:
                     if span.get("status", {}).get("code") != 2:
-                        found[f"{file.stem}: {_outcome(span)}"] += 1
-    assert found == snapshot(
+                        outcomes[f"{file.stem}: {_outcome(span)}"] += 1
+    assert outcomes == snapshot(
         Counter(
             {
                 "aborted_stream+gateway: no text": 3,
@@ -291,28 +293,28 @@ def test_read_recorded_model_spans_have_texts() -> None:
 
 
 def _outcome(span: dict[str, Any]) -> str:
-    attributes = {one["key"]: str(next(iter(one["value"].values()))) for one in span["attributes"]}
+    attributes = {attribute["key"]: str(next(iter(attribute["value"].values()))) for attribute in span["attributes"]}
     try:
-        found = read(SpanText(attributes), 0)
+        parsed = read(SpanText(attributes), 0)
     except NoTextError:
         return "no text"
-    return "text" if found.prompt and found.reply else "empty"
+    return "text" if parsed.prompt and parsed.reply else "empty"
 
 
 def test_conversations_of_messages_with_reworded_reply_begin_anew() -> None:
     again = {"role": "user", "content": "again"}
-    thought = {**HELLO, "reasoning_content": "hm"}
-    made = of_messages([([HI], thought, []), ([HI, HELLO, again], HELLO, [])])
-    assert [(one.messages, one.trained, one.calls) for one in made] == [
-        ([HI, thought], [False, True], [0]),
+    reasoned = {**HELLO, "reasoning_content": "hm"}
+    conversations = of_messages([([HI], reasoned, []), ([HI, HELLO, again], HELLO, [])])
+    assert [(conversation.messages, conversation.trained, conversation.calls) for conversation in conversations] == [
+        ([HI, reasoned], [False, True], [0]),
         ([HI, HELLO, again, HELLO], [False, False, False, True], [1]),
     ]
 
 
 def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
     sent, back = ({"role": "assistant", "content": "", "tool_calls": [call(text)]} for text in ('{"a":1}', '{"a": 1}'))
-    (made,) = of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [ADD])])
-    assert (made.messages, made.trained) == ([HI, sent, HI, HELLO], [False, True, False, True])
+    (conversation,) = of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [ADD])])
+    assert (conversation.messages, conversation.trained) == ([HI, sent, HI, HELLO], [False, True, False, True])
     assert len(of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [])])) == 2
 
 
@@ -323,32 +325,32 @@ def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
 )
 def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[int], list[int]]]) -> None:
     tokens = of_tokens(calls)
-    assert sorted(at for one in tokens for at in one.calls) == list(range(len(calls)))
-    assert sum(sum(one.mask) for one in tokens) == sum(len(response) for _, response in calls)
-    for one in tokens:
-        for at in one.calls:
+    assert sorted(at for conversation in tokens for at in conversation.calls) == list(range(len(calls)))
+    assert sum(sum(conversation.mask) for conversation in tokens) == sum(len(response) for _, response in calls)
+    for conversation in tokens:
+        for at in conversation.calls:
             prompt, response = calls[at]
-            assert one.ids[: len(prompt) + len(response)] == prompt + response
-            assert one.mask[len(prompt) : len(prompt) + len(response)] == [1] * len(response)
+            assert conversation.ids[: len(prompt) + len(response)] == prompt + response
+            assert conversation.mask[len(prompt) : len(prompt) + len(response)] == [1] * len(response)
     roles = ("user", "assistant", "tool")
     texts = [
-        ([{"role": roles[one], "content": ""} for one in prompt], {"role": "assistant", "content": str(response)}, [])
+        ([{"role": roles[number], "content": ""} for number in prompt], {"role": "assistant", "content": str(response)}, [])
         for prompt, response in calls
     ]
-    made = of_messages(texts)
-    assert sorted(at for one in made for at in one.calls) == list(range(len(calls)))
-    for one in made:
-        assert sum(one.trained) == len(one.calls)
-        for at in one.calls:
+    conversations = of_messages(texts)
+    assert sorted(at for conversation in conversations for at in conversation.calls) == list(range(len(calls)))
+    for conversation in conversations:
+        assert sum(conversation.trained) == len(conversation.calls)
+        for at in conversation.calls:
             prompt, reply, _ = texts[at]
-            assert one.messages[: len(prompt) + 1] == [*prompt, reply]
-            assert one.trained[len(prompt)]
+            assert conversation.messages[: len(prompt) + 1] == [*prompt, reply]
+            assert conversation.trained[len(prompt)]
 
 
 def test_fitting_tools_keeps_unchanged_columns_only() -> None:
-    one, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
+    first, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
     clashing = json.dumps([{"name": "c", "p": "text"}])
-    assert fitting_tools({one: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
+    assert fitting_tools({first: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
     assert fitting_tools({"": 5}) == ({""}, None)
 
 

@@ -36,8 +36,8 @@ def read(policy: Path, file: Path, method: Method = "sft", settings: FinetuneSet
     return read_examples(find_sources([file]), method, Renderer(policy), limits, settings, **options)
 
 
-def trained(found: Examples) -> list[list[tuple[list[int], list[int]]]]:
-    return [[(one.ids, one.mask) for one in example.sequences] for example in found.trained]
+def trained(examples: Examples) -> list[list[tuple[list[int], list[int]]]]:
+    return [[(one.ids, one.mask) for one in example.sequences] for example in examples.trained]
 
 
 def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, tmp_path: Path):
@@ -51,9 +51,9 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
         {"prompt": [USER], "completion": [RIGHT]},
         {"messages": [WRONG, USER, RIGHT]},
     ]
-    found = read(policy, write_rows(tmp_path / "rows.jsonl", rows))
+    examples = read(policy, write_rows(tmp_path / "rows.jsonl", rows))
     again = [1, 6, 8, 2, 1, 5]
-    assert trained(found) == [
+    assert trained(examples) == [
         [([3, 4, 5], [0, 1, 1])],
         [([3, 4, 5, 6], [0, 0, 1, 1])],
         [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
@@ -63,7 +63,7 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
         [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
         [([1, 5, 10, 11, 2, *ASKED, 9, 11, 2], [0] * 12 + [1] * 3)],  # a greeting is no reply
     ]
-    assert (found.rows, found.with_ids, found.rendered, dict(found.left_out), found.unread) == (8, 2, 6, {}, {"score"})
+    assert (examples.rows, examples.with_ids, examples.rendered, dict(examples.left_out), examples.unread) == (8, 2, 6, {}, {"score"})
 
 
 def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path, tmp_path: Path):
@@ -77,9 +77,9 @@ def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path,
         {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         {**texts, **ids, "meta": {side: meta(side, tokenizers=["another"])["meta"] for side in ("chosen", "rejected")}},
     ]
-    found = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo")
+    examples = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo")
     rendered = [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3), ([*ASKED, 10, 11, 2], [0] * 7 + [1] * 3)]
-    assert trained(found) == [
+    assert trained(examples) == [
         [([3, 4, 5, 6], [0, 0, 1, 1]), ([3, 4, 7], [0, 0, 1])],
         rendered,
         [([7, 11, 9, 2], [0, 0, 1, 1]), ([7, 11, 10, 2], [0, 0, 1, 1])],
@@ -87,8 +87,8 @@ def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path,
         rendered,
         rendered,  # ids of another tokenizer are no ids of this policy
     ]
-    assert (found.with_ids, found.rendered, dict(found.left_out)) == (1, 5, {})
-    assert [one.rollout_id for one in found.trained[5].origins] == ["chosen", "rejected"]
+    assert (examples.with_ids, examples.rendered, dict(examples.left_out)) == (1, 5, {})
+    assert [one.rollout_id for one in examples.trained[5].origins] == ["chosen", "rejected"]
 
 
 def test_read_examples_untrainable_rows_are_counted_by_reason(policy: Path, tmp_path: Path):
@@ -111,10 +111,10 @@ def test_read_examples_untrainable_rows_are_counted_by_reason(policy: Path, tmp_
         "mode_not_trained": [{**good, **meta("r", mode=mode)} for mode in ("greedy", "trial")],
         "other_tokenizer": [{**good, **meta("r", tokenizers=["another"])}, {**good, **meta("r", tokenizers=["tok", "another"])}],
     }
-    found = read(policy, write_rows(tmp_path / "rows.jsonl", [good, *(row for rows in bad.values() for row in rows)]))
-    assert dict(found.left_out) == {reason: len(rows) for reason, rows in bad.items()}
-    assert (len(found.trained), found.rows) == (1, 1 + sum(map(len, bad.values())))
-    assert found.unread == {"text"}
+    examples = read(policy, write_rows(tmp_path / "rows.jsonl", [good, *(row for rows in bad.values() for row in rows)]))
+    assert dict(examples.left_out) == {reason: len(rows) for reason, rows in bad.items()}
+    assert (len(examples.trained), examples.rows) == (1, 1 + sum(map(len, bad.values())))
+    assert examples.unread == {"text"}
 
 
 def test_read_examples_invalid_pairs_are_left_out(policy: Path, tmp_path: Path):
@@ -127,9 +127,9 @@ def test_read_examples_invalid_pairs_are_left_out(policy: Path, tmp_path: Path):
         {"messages": [USER, RIGHT]},
         {"prompt_ids": [3], "chosen_ids": [4] * 13, "chosen_mask": [1] * 13, "rejected_ids": [5] * 13, "rejected_mask": [1] * 13},
     ]
-    found = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo", device=27)
-    assert dict(found.left_out) == {"chosen_is_rejected": 1, "no_reply": 1, "unknown_columns": 2, "too_long": 1}
-    assert len(found.trained) == 1
+    examples = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo", device=27)
+    assert dict(examples.left_out) == {"chosen_is_rejected": 1, "no_reply": 1, "unknown_columns": 2, "too_long": 1}
+    assert len(examples.trained) == 1
 
 
 def test_read_examples_invalid_files_raise(policy: Path, tmp_path: Path):
@@ -162,10 +162,10 @@ def test_read_examples_parquet_and_directories_equal_json_lines(policy: Path, tm
     shards = tmp_path / "hub" / "data"
     shards.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist(rows), shards / "train.parquet")
-    found, lines = read(policy, tmp_path / "hub"), read(policy, write_rows(tmp_path / "rows.jsonl", rows))
-    assert trained(found) == trained(lines)
-    assert [one.origins for one in found.trained] == [one.origins for one in lines.trained]
-    assert digest_of(found.trained) == digest_of(lines.trained) != digest_of(found.trained[:1])
+    examples, lines = read(policy, tmp_path / "hub"), read(policy, write_rows(tmp_path / "rows.jsonl", rows))
+    assert trained(examples) == trained(lines)
+    assert [one.origins for one in examples.trained] == [one.origins for one in lines.trained]
+    assert digest_of(examples.trained) == digest_of(lines.trained) != digest_of(examples.trained[:1])
 
 
 def test_read_examples_template_that_rewrites_history_gives_sequence_per_reply(policy: Path, tmp_path: Path):
@@ -176,8 +176,8 @@ def test_read_examples_template_that_rewrites_history_gives_sequence_per_reply(p
         "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}"
     )
     (model / "chat_template.jinja").write_text(forgets)
-    found = read(model, write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, WRONG, USER, RIGHT]}]))
-    assert trained(found) == [
+    examples = read(model, write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, WRONG, USER, RIGHT]}]))
+    assert trained(examples) == [
         [([*ASKED, 10, 11, 2], [0] * 7 + [1] * 3)],
         [([*ASKED, 8, 2, *ASKED, 9, 11, 2], [0] * 16 + [1] * 3)],
     ]
@@ -212,8 +212,8 @@ def test_renderer_tool_calls_reach_template_as_in_vllm(tmp_path: Path):
         "{% endfor %} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
     )
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "rome"}'}}
-    made = Renderer(model).conversation([USER, {"role": "assistant", "content": None, "tool_calls": [call]}], [False, True], None)
-    assert [(one.ids, one.mask) for one in made] == [([4, 7, 11, 5, 9, 12], [0, 0, 0, 0, 1, 1])]
+    sequences = Renderer(model).conversation([USER, {"role": "assistant", "content": None, "tool_calls": [call]}], [False, True], None)
+    assert [(one.ids, one.mask) for one in sequences] == [([4, 7, 11, 5, 9, 12], [0, 0, 0, 0, 1, 1])]
     with pytest.raises(UnfitRowError, match="not_text"):
         Renderer(model).conversation([{"role": "user", "content": 3}], [True], None)
 
@@ -230,26 +230,28 @@ def test_read_examples_every_row_is_trained_held_out_or_left_out(
     file = write_rows(tmp_path_factory.mktemp("rows") / "rows.jsonl", [*rows, tokens(99, 3)])
     settings = FinetuneSettings(held_out=share)
     try:
-        found = read(policy, file, settings=settings)
+        examples = read(policy, file, settings=settings)
     except TrainerError:
         assert all(mode in {"validate", "probe"} for mode in modes[: len(groups)]) or share
         return
-    assert len(found.trained) + len(found.held_out) + found.left_out.total() == found.rows == len(rows) + 1
-    assert not {one.unit for one in found.trained} & {one.unit for one in found.held_out if one.origins[0].mode in {"train", "production"}}
-    assert not [one for one in found.trained if one.origins[0].mode in {"validate", "probe"}]
-    assert digest_of(found.trained) == digest_of(read(policy, file, settings=settings).trained), "the same files give the same examples"
+    assert len(examples.trained) + len(examples.held_out) + examples.left_out.total() == examples.rows == len(rows) + 1
+    assert not {example.unit for example in examples.trained} & {
+        example.unit for example in examples.held_out if example.origins[0].mode in {"train", "production"}
+    }
+    assert not [one for one in examples.trained if one.origins[0].mode in {"validate", "probe"}]
+    assert digest_of(examples.trained) == digest_of(read(policy, file, settings=settings).trained), "the same files give the same examples"
 
 
 @given(count=st.integers(1, 40), size=st.integers(1, 12), epochs=st.integers(1, 3))
 def test_batches_epoch_contains_every_example_once(count: int, size: int, epochs: int):
-    found = read_nothing(count)
-    steps = batches(found, FinetuneSettings(epochs=epochs, batch_size=size))
+    examples = read_nothing(count)
+    steps = batches(examples, FinetuneSettings(epochs=epochs, batch_size=size))
     length = -(-count // size)
     assert len(steps) == epochs * length
     for epoch in range(epochs):
         part = steps[epoch * length : (epoch + 1) * length]
         assert sorted(at for step in part for at in step) == list(range(count))
-    assert steps == batches(found, FinetuneSettings(epochs=epochs, batch_size=size))
+    assert steps == batches(examples, FinetuneSettings(epochs=epochs, batch_size=size))
 
 
 def read_nothing(count: int) -> list[Any]:

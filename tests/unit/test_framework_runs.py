@@ -59,7 +59,7 @@ def test_build_failed_strands_tool_is_rewarded_by_tool_error_rule() -> None:
     root = spans.root(calls=1)
     spans.evaluation(root)
     spans.call(spans.client(root))
-    said = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather", "gen_ai.tool.status": "error"}
-    spans.span("execute_tool get_weather", root, scope="strands.telemetry.tracer", Attributes=said)
+    attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "get_weather", "gen_ai.tool.status": "error"}
+    spans.span("execute_tool get_weather", root, scope="strands.telemetry.tracer", Attributes=attributes)
     rewards = build(spans.frames(), BuilderSettings(rules=(TOOL_ERROR,))).rewards
     assert rewards.filter(pl.col("Name") == "tool_error").height == 1

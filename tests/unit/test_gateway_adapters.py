@@ -66,9 +66,9 @@ async def test_publish_adapter_replaces_previous_and_rollback_ends_at_bare_base(
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, made = await publish(stage, adapter)
-        assert (status, made["checksum"], made["backends"]) == (200, checksum_directory(adapter), {"policy-0": "serving"})
-        assert list(made["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
+        status, answer = await publish(stage, adapter)
+        assert (status, answer["checksum"], answer["backends"]) == (200, checksum_directory(adapter), {"policy-0": "serving"})
+        assert list(answer["stages"]["policy-0"]) == ["check", "pause", "adapter", "checksum", "update_weight_version", "resume", "probe"]
         assert stage.engine.orders == STEPS
         second = random_adapter(base, adapter.with_name("v2"), seed=2)
         assert (await publish(stage, second, 2))[0] == 200
@@ -108,22 +108,22 @@ async def test_publish_adapter_unfit_for_engine_is_refused_before_any_order(base
     async with staged(engine_of(base, rank=2)) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, said = await publish(stage, adapter)
-        assert (status, "adapter of rank 4, and the engine at" in said["error"]["message"]) == (409, True)
-        assert said["error"]["message"].endswith("takes ranks up to 2. Start it with engine.lora_rank = 4.")
+        status, answer = await publish(stage, adapter)
+        assert (status, "adapter of rank 4, and the engine at" in answer["error"]["message"]) == (409, True)
+        assert answer["error"]["message"].endswith("takes ranks up to 2. Start it with engine.lora_rank = 4.")
         assert stage.engine.orders == []
     async with staged(FakeEngine(checksum=checksum_directory(base))) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, said = await publish(stage, adapter)
-        assert (status, "takes none. Start it with engine.lora_rank = 4 or more" in said["error"]["message"]) == (409, True)
+        status, answer = await publish(stage, adapter)
+        assert (status, "takes none. Start it with engine.lora_rank = 4 or more" in answer["error"]["message"]) == (409, True)
         assert stage.engine.orders == []
     async with staged(engine_of(base)) as stage:
         await stage.readiness("serving")
         for other in (foreign, whole):
             stage.engine.orders.clear()
-            status, said = await publish(stage, other)
-            assert (status, "Start the engine with that model. The engine is serving." in said["error"]["message"]) == (502, True)
+            status, answer = await publish(stage, other)
+            assert (status, "Start the engine with that model. The engine is serving." in answer["error"]["message"]) == (502, True)
             assert "load_lora_adapter" not in stage.engine.orders
             assert (stage.engine.version, stage.engine.paused, (await stage.chat())[0]) == (0, False, 200)
 
@@ -134,9 +134,9 @@ async def test_publish_adapter_that_cannot_be_read_leaves_old_version_or_takes_e
         await stage.readiness("serving")
         assert (await publish(stage, adapter))[0] == 200
         stage.engine.refuses, stage.engine.spoils = "load_lora_adapter", spoils
-        status, said = await publish(stage, random_adapter(base, adapter.with_name("v2"), seed=2), 2)
-        assert (status, "publication of version 2 failed at adapter" in said["error"]["message"]) == (502, True)
-        assert said["error"]["message"].endswith("The engine is down." if spoils else "The engine is serving.")
+        status, answer = await publish(stage, random_adapter(base, adapter.with_name("v2"), seed=2), 2)
+        assert (status, "publication of version 2 failed at adapter" in answer["error"]["message"]) == (502, True)
+        assert answer["error"]["message"].endswith("The engine is down." if spoils else "The engine is serving.")
         assert (await stage.chat())[0] == (503 if spoils else 200)
         assert stage.engine.version == 1
         stage.engine.refuses = ""
@@ -154,4 +154,4 @@ async def test_restarted_engine_gets_its_adapter_again(base: Path, adapter: Path
                 await asyncio.sleep(0.02)
         await stage.readiness("serving")
         assert stage.engine.checksum == checksum_directory(adapter)
-        assert [one["lora_path"] for one in loaded(stage)] == [str(adapter)] * 2
+        assert [order["lora_path"] for order in loaded(stage)] == [str(adapter)] * 2

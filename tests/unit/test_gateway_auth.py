@@ -90,8 +90,8 @@ CHAT = "/v1/chat/completions"
 )
 async def test_gateway_call_needs_token_of_its_scope(headers: dict[str, str], path: str, baggage: str, expected: tuple[int, str]) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
-        status, said = await ask(stage, "POST", path, {"Authorization": "", **headers, "baggage": baggage}, json=ASKED)
-        assert (status, said.startswith(expected[1])) == (expected[0], True), said
+        status, message = await ask(stage, "POST", path, {"Authorization": "", **headers, "baggage": baggage}, json=ASKED)
+        assert (status, message.startswith(expected[1])) == (expected[0], True), message
         assert len(stage.engine.requests) == (status == 200)
 
 
@@ -137,8 +137,8 @@ async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> 
 async def test_gateway_admin_orders_need_administrator_token(method: str, path: str, body: object) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         for token in ("evals-key", "any-key"):
-            status, said = await ask(stage, method, path, bearer(token), json=body)
-            assert (status, said.split(":")[0]) == (403, "permission_error")
+            status, message = await ask(stage, method, path, bearer(token), json=body)
+            assert (status, message.split(":")[0]) == (403, "permission_error")
         for token in ("root", "trainer-key"):
             async with stage.client.request(method, path, headers=bearer(token), json=body) as answer:
                 assert answer.status not in {401, 403}
@@ -307,7 +307,7 @@ def certificate(directory: Path, name: str = "gateway", password: bytes | None =
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.now(UTC)
-    made = (
+    signed = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -321,7 +321,7 @@ def certificate(directory: Path, name: str = "gateway", password: bytes | None =
     )
     locked = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
     files = directory / f"{name}.pem", directory / f"{name}.key"
-    files[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    files[0].write_bytes(signed.public_bytes(serialization.Encoding.PEM))
     files[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, locked))
     return files
 

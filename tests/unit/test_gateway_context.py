@@ -13,7 +13,7 @@ from spangrad.sampling import is_constrained
 
 
 @pytest.mark.parametrize(
-    ("header", "found"),
+    ("header", "ids"),
     [
         (f"00-{'a' * 32}-{'b' * 16}-01", ("a" * 32, "b" * 16)),
         (f" 00-{'A' * 32}-{'B' * 16}-00 ", ("a" * 32, "b" * 16)),
@@ -26,9 +26,9 @@ from spangrad.sampling import is_constrained
         (None, None),
     ],
 )
-def test_parse_traceparent_valid_or_none(header: str | None, found: tuple[str, str] | None) -> None:
+def test_parse_traceparent_valid_or_none(header: str | None, ids: tuple[str, str] | None) -> None:
     context = parse_traceparent(header)
-    assert context == (SpanContext(*map(bytes.fromhex, found)) if found else None)
+    assert context == (SpanContext(*map(bytes.fromhex, ids)) if ids else None)
 
 
 @pytest.mark.parametrize(
@@ -100,5 +100,5 @@ async def test_counts_of_attempt_not_announced_are_none() -> None:
 
 def test_attempt_of_number_out_of_range_is_0() -> None:
     numbers = {"7": 7, "9999": 9999, "70000": 0, "9" * 5000: 0, "-1": 0, "x": 0}
-    found = {text: attempt_of(None, {semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: text}) for text in numbers}
-    assert found == {text: AttemptKey("r", number) for text, number in numbers.items()}
+    attempts = {text: attempt_of(None, {semconv.ROLLOUT_ID: "r", semconv.ROLLOUT_ATTEMPT: text}) for text in numbers}
+    assert attempts == {text: AttemptKey("r", number) for text, number in numbers.items()}

@@ -59,17 +59,17 @@ def test_dialect_client_answer_equals_that_of_plain_vllm(name: str) -> None:
 
 
 def test_comparable_ignores_split_of_tokens_into_deltas() -> None:
-    def said(*deltas: str) -> bytes:
+    def stream(*deltas: str) -> bytes:
         parts = [
             f'event: a.delta\ndata: {{"index": 0, "delta": "{delta}", "logprobs": [], "id": "i{delta}", "type": "a.delta"}}'
             for delta in deltas
         ]
         return "\n\n".join(["event: start\ndata: {}", *parts, 'event: end\ndata: {"type": "end"}', ""]).encode()
 
-    assert comparable(said("rome", " lima")) == comparable(said("rome lima")) == comparable(said("ro", "me", "", " lima"))
-    assert comparable(said("rome", " lima")) != comparable(said("lima", " rome"))
-    assert comparable(said("rome")) != comparable(said("rome") + b"event: more\ndata: {}\n\n")
-    assert comparable(said("rome")) != comparable(said("rome").replace(b'"logprobs": [], ', b""))
+    assert comparable(stream("rome", " lima")) == comparable(stream("rome lima")) == comparable(stream("ro", "me", "", " lima"))
+    assert comparable(stream("rome", " lima")) != comparable(stream("lima", " rome"))
+    assert comparable(stream("rome")) != comparable(stream("rome") + b"event: more\ndata: {}\n\n")
+    assert comparable(stream("rome")) != comparable(stream("rome").replace(b'"logprobs": [], ', b""))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ANSWERED])
@@ -97,8 +97,8 @@ def test_dialect_choices_have_ids_and_logprobs_of_their_tokens(name: str) -> Non
     assert all(prompt for prompt in answer.prompts)
     assert {choice.finish_reason for choice in choices} <= {"stop", "length", "tool_calls"}
     if usage:
-        said = (usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("completion_tokens", usage.get("output_tokens")))
-        assert said == (sum(map(len, answer.prompts)), sum(len(choice.token_ids) for choice in choices))
+        reported = (usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("completion_tokens", usage.get("output_tokens")))
+        assert reported == (sum(map(len, answer.prompts)), sum(len(choice.token_ids) for choice in choices))
     assert answer.engine
     assert (answer.engine.policy, answer.engine.versions) == ("policy", [[(0, 0)]] * len(choices))
     assert answer.engine.sampling
@@ -113,8 +113,8 @@ def test_dialect_stream_record_equals_that_of_whole_answer(name: str) -> None:
     whole, stream = hear(name).answer, hear(f"{name}-stream").answer
     assert stream.prompts == whole.prompts
     assert [choice.token_ids for choice in stream.ordered()] == [choice.token_ids for choice in whole.ordered()]
-    for one, other in zip(stream.ordered(), whole.ordered(), strict=True):
-        assert (one.finish_reason, one.logprobs) == (other.finish_reason, pytest.approx(other.logprobs, abs=1e-5))
+    for streamed, expected in zip(stream.ordered(), whole.ordered(), strict=True):
+        assert (streamed.finish_reason, streamed.logprobs) == (expected.finish_reason, pytest.approx(expected.logprobs, abs=1e-5))
     assert (stream.model, stream.engine) == (whole.model, whole.engine)
 
 
@@ -161,11 +161,11 @@ def test_dialect_cut_stream_of_several_prompts_keeps_choices_in_place() -> None:
 
 @pytest.mark.parametrize("name", ["completions-echo", "completions-echo-stream"])
 def test_dialect_echo_request_asks_no_ids_and_has_none(name: str) -> None:
-    heard = hear(name)
-    assert heard.request.for_engine() == heard.request.raw
-    assert heard.answer.prompts == []
-    assert [choice.token_ids for choice in heard.answer.ordered()] == [[]]
-    assert b"say rome" in heard.client
+    recorded = hear(name)
+    assert recorded.request.for_engine() == recorded.request.raw
+    assert recorded.answer.prompts == []
+    assert [choice.token_ids for choice in recorded.answer.ordered()] == [[]]
+    assert b"say rome" in recorded.client
 
 
 @pytest.mark.parametrize("name", ["responses-stream", "responses-tool-stream", "messages-stream", "messages-tool-stream"])
@@ -273,7 +273,7 @@ async def test_gateway_each_dialect_is_answered_and_recorded(name: str) -> None:
         status, kind, body = await ask(stage, name, attempt, {"x-api-key": "secret", "authorization": "Bearer secret"})
         (span,) = await stage.spans()
         assert await stage.count(attempt) == (1, False)
-    heard = hear(name) if status == 200 else None
+    recorded = hear(name) if status == 200 else None
     assert (status, kind) == (given["bare"]["status"], given["bare"]["type"])
     assert comparable(body) == comparable(given["bare"]["body"].encode())
     assert stage.engine.bodies == [DIALECTS[given["path"]].parse(json.dumps(given["request"]).encode()).for_engine()]
@@ -281,12 +281,12 @@ async def test_gateway_each_dialect_is_answered_and_recorded(name: str) -> None:
     assert span.attributes[semconv.HTTP_ROUTE] == given["path"]
     assert (span.attributes[semconv.ROLLOUT_ID], span.attributes[semconv.ROLLOUT_ATTEMPT]) == ("r1", 3)
     assert json.loads(str(span.attributes[semconv.REQUEST_JSON])) == given["request"]
-    if heard is None:
+    if recorded is None:
         assert span.attributes[semconv.ERROR_TYPE] == str(status)
         return
     ids = span.attributes.get(semconv.OUTPUT_TOKEN_IDS)
-    assert (uint32s(ids) if isinstance(ids, bytes) else []) == [one for choice in heard.answer.ordered() for one in choice.token_ids]
-    assert json.loads(str(span.attributes.get(semconv.POLICY_VERSIONS))) == [[[0, 0]]] * len(heard.answer.choices)
+    assert (uint32s(ids) if isinstance(ids, bytes) else []) == [one for choice in recorded.answer.ordered() for one in choice.token_ids]
+    assert json.loads(str(span.attributes.get(semconv.POLICY_VERSIONS))) == [[[0, 0]]] * len(recorded.answer.choices)
     assert span.attributes[semconv.GEN_AI_OPERATION] == ("text_completion" if name.startswith("completions") else "chat")
     assert semconv.ERROR_TYPE not in span.attributes
 
@@ -338,11 +338,11 @@ async def test_gateway_errors_to_anthropic_client_have_its_form() -> None:
     (nobody,) = free_ports(1)
     async with staged(engine_url=f"http://127.0.0.1:{nobody}") as stage:
         async with stage.client.post("/v1/messages", json={"model": "policy"}) as answer:
-            said = await answer.json()
+            unreachable = await answer.json()
         async with stage.client.post("/v1/messages", data=b"[1]") as answer:
             wrong = await answer.json()
-    assert (said["type"], said["error"]["type"]) == ("error", "engine_unreachable")
-    assert "Start it with `spangrad engine`" in said["error"]["message"]
+    assert (unreachable["type"], unreachable["error"]["type"]) == ("error", "engine_unreachable")
+    assert "Start it with `spangrad engine`" in unreachable["error"]["message"]
     assert (wrong["type"], wrong["error"]["type"]) == ("error", "invalid_request_error")
 
 

@@ -41,7 +41,7 @@ def exporting(tmp_path: Path) -> Exporting:
     """Exporters that use the same spill, one after the other."""
 
     @asynccontextmanager
-    async def one(url: str, seconds: float = 1, lost: int = 0, **flags: object) -> AsyncGenerator[SpanExporter]:
+    async def started(url: str, seconds: float = 1, lost: int = 0, **flags: object) -> AsyncGenerator[SpanExporter]:
         """An exporter that has `seconds` for its end, and loses so many spans then."""
         values = {"store.otlp_endpoint": url, "gateway.spill_path": str(tmp_path / "spill")}
         settings = load_settings({**values, **{key.replace("__", "."): value for key, value in flags.items()}}, env={})
@@ -50,7 +50,7 @@ def exporting(tmp_path: Path) -> Exporting:
             yield exporter
             assert await exporter.stop(seconds) == lost
 
-    return one
+    return started
 
 
 async def arrived(store: OtlpSink, count: int) -> list[str]:

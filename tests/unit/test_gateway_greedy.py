@@ -28,8 +28,8 @@ async def test_greedy_rollout_call_reaches_engine_at_temperature_0(by: str, aske
         (asked_engine,) = stage.engine.requests
         assert {**body, "temperature": 0}.items() <= asked_engine.items()
         (span,) = await stage.spans()
-    told = {name: span.attributes[name] for name in ("spangrad.rollout.mode", "gen_ai.request.temperature")}
-    assert told == {"spangrad.rollout.mode": "greedy", "gen_ai.request.temperature": 0.0}
+    recorded = {name: span.attributes[name] for name in ("spangrad.rollout.mode", "gen_ai.request.temperature")}
+    assert recorded == {"spangrad.rollout.mode": "greedy", "gen_ai.request.temperature": 0.0}
     assert json.loads(str(span.attributes["spangrad.request.json"])) == {**body, "temperature": 0}, "as it was answered"
 
 
@@ -43,7 +43,7 @@ async def test_greedy_rollout_call_in_each_dialect_reaches_engine_at_temperature
         await answer.read()
         (span,) = await stage.spans()
     asked = engine.requests or [json.loads(body) for body in engine.bodies]
-    assert [one["temperature"] for one in asked] == [0]
+    assert [request["temperature"] for request in asked] == [0]
     assert span.attributes["gen_ai.request.temperature"] == 0.0
 
 
@@ -51,7 +51,7 @@ async def test_greedy_rollout_call_in_each_dialect_reaches_engine_at_temperature
 async def test_calls_of_other_modes_keep_their_temperature(mode: str) -> None:
     async with staged() as stage:
         await stage.chat(headers={"baggage": BAGGAGE.replace("greedy", mode)})
-        assert [one["temperature"] for one in stage.engine.requests] == [0.5]
+        assert [request["temperature"] for request in stage.engine.requests] == [0.5]
 
 
 async def test_greedy_rollout_call_to_frozen_upstream_is_unchanged() -> None:
@@ -60,4 +60,4 @@ async def test_greedy_rollout_call_to_frozen_upstream_is_unchanged() -> None:
     backend = {"url": f"http://127.0.0.1:{engine.port}", "policy": "judge", "kind": "openai"}
     async with staged(engine, engine_url="", backends=[backend]) as stage:
         await stage.chat(headers={"baggage": BAGGAGE}, model="judge")
-        assert [one["temperature"] for one in engine.requests] == [0.5]
+        assert [request["temperature"] for request in engine.requests] == [0.5]

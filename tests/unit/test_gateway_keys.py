@@ -41,10 +41,10 @@ def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -
     ("kind", "path"), [("anthropic", "/v1/messages"), ("openai", "/v1/chat/completions"), ("openai", "/v1/embeddings")]
 )
 async def test_upstream_redirect_is_not_followed(kind: str, path: str) -> None:
-    strayed: list[str] = []
+    followed: list[str] = []
 
     async def elsewhere(request: web.Request) -> web.Response:
-        strayed.append(request.path)
+        followed.append(request.path)
         return web.json_response({})
 
     async with server(answering(elsewhere)) as away:
@@ -58,7 +58,7 @@ async def test_upstream_redirect_is_not_followed(kind: str, path: str) -> None:
             stage.client.post(path, json={"model": "judge", "messages": [], "max_tokens": 1}) as answer,
         ):
             assert (answer.status, answer.headers.get("location")) == (307, None)
-    assert strayed == []
+    assert followed == []
 
 
 async def test_engine_that_redirects_is_down() -> None:

@@ -289,28 +289,28 @@ def servers(vllm: Vllm, plugin_environment: None, tmp_path: Path, monkeypatch: p
 
 
 async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list[SpangradMiddleware], vllm: Vllm) -> None:
-    told, other = servers
-    await call(told, "/spangrad/warm", {})
-    await call(told, "/pause?mode=keep")
+    first, other = servers
+    await call(first, "/spangrad/warm", {})
+    await call(first, "/pause?mode=keep")
     arriving = asyncio.create_task(call(other, CHAT_PATH, ASKED))
     await asyncio.wait({arriving}, timeout=0.05)
     assert not vllm.asked, "a call that arrives in the pause waits, whichever server it comes to"
-    await call(told, "/update_weight_version", {"new_version": "7"})
-    await call(told, "/resume")
+    await call(first, "/update_weight_version", {"new_version": "7"})
+    await call(first, "/resume")
     assert (await asyncio.wait_for(arriving, 5))[0] == 200
     info = json.loads((await call(other, "/spangrad/info", method="GET"))[2][0])
     assert (info["version"], info["warm"], info["model"], info["shared_state"]) == (7, True, "", True)
     await call(other, "/pause?mode=abort")
-    assert json.loads((await call(told, CHAT_PATH, ASKED))[2][0]) == PAUSED, "calls would wait in vLLM for ever"
-    await call(told, "/resume")
+    assert json.loads((await call(first, CHAT_PATH, ASKED))[2][0]) == PAUSED, "calls would wait in vLLM for ever"
+    await call(first, "/resume")
     assert (await call(other, CHAT_PATH, ASKED))[0] == 200
-    await call(told, "/sleep?level=2")
+    await call(first, "/sleep?level=2")
     assert json.loads((await call(other, "/spangrad/info", method="GET"))[2][0])["asleep"]
     arriving = asyncio.create_task(call(other, CHAT_PATH, ASKED))
-    await call(told, "/wake_up")
+    await call(first, "/wake_up")
     await asyncio.wait({arriving}, timeout=0.1)
     assert not arriving.done(), "after a wake-up its weights may be none of the version's"
-    await call(told, "/resume")
+    await call(first, "/resume")
     assert (await asyncio.wait_for(arriving, 5))[0] == 200
 
 

@@ -278,13 +278,13 @@ class Turns(RuleBasedStateMachine):
 
     @rule(served=st.sets(st.integers(0, 4)))
     def take(self, served: set[int]) -> None:
-        found = self.queue.take(lambda waiter: waiter if waiter[0] in served else None)
+        taken = self.queue.take(lambda waiter: waiter if waiter[0] in served else None)
         able = {key for key, line in self.lines.items() if line and key in served}
-        if found is None:
+        if taken is None:
             assert not able
             return
-        key = found[0]
-        assert found == self.lines[key].pop(0)
+        key = taken[0]
+        assert taken == self.lines[key].pop(0)
         # No other line is served twice while this one waits, and could be served each time.
         for other in self.lines.keys() - {key}:
             self.served_since[other] = [*self.served_since[other], key] if other in able else []

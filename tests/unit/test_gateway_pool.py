@@ -58,7 +58,7 @@ async def test_pool_calls_go_to_least_busy_engine_and_rollout_stays() -> None:
         assert [len(engine.requests) for engine in engines] == [4, 2]
         engines[0].go_on.set()
         await held
-        assert [(one["calls"], one["in_flight"]) for one in await backends(stage)] == [(4, 0), (2, 0)]
+        assert [(backend["calls"], backend["in_flight"]) for backend in await backends(stage)] == [(4, 0), (2, 0)]
 
 
 async def test_pool_call_that_cannot_connect_is_retried_at_another_engine_as_one_span() -> None:
@@ -150,7 +150,7 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
             second.go_on.set()
             assert (await in_flight)[0] == 200
             assert await leaving == (200, {"name": "policy-1", "status": "removed"})
-            assert [one["name"] for one in await backends(stage)] == ["policy-0"]
+            assert [backend["name"] for backend in await backends(stage)] == ["policy-0"]
             assert len(second.requests) == 1
 
             # Its name and URL are free again; and with now=true nothing is waited for.
@@ -160,7 +160,7 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
             second.go_on.clear()
             calls = [asyncio.create_task(stage.chat()) for _ in range(2)]
             async with asyncio.timeout(5):
-                while [one["in_flight"] for one in await backends(stage)] != [1, 1]:  # noqa: ASYNC110
+                while [backend["in_flight"] for backend in await backends(stage)] != [1, 1]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert (await ask(stage, "DELETE", "/admin/backends/policy-1?now=true"))[0] == 200
             stage.engine.go_on.set()
@@ -208,7 +208,7 @@ async def test_backend_removed_while_publishing_gets_no_call(tmp_path: Path) -> 
                 await asyncio.sleep(0.01)
         second.hold_reload.set()
         assert (await publishing)[0] == 200
-        assert [one["status"] for one in await backends(stage)] == ["serving", "draining"]
+        assert [backend["status"] for backend in await backends(stage)] == ["serving", "draining"]
         # Its own attempt's calls too.
         assert [(await stage.chat(f"/rollout/r{number}/attempt/0"))[0] for number in range(2)] == [200, 200]
         second.go_on.set()
@@ -236,8 +236,8 @@ async def test_backends_add_invalid_request_is_refused_with_reason(body: dict[st
     async with staged() as stage:
         if body.get("url") == "ENGINE":
             body = {**body, "url": f"http://127.0.0.1:{stage.engine.port}/"}
-        found, answer = await ask(stage, "POST", "/admin/backends", body)
-        assert (found, reason in answer["error"]["message"]) == (status, True), answer
+        answer_status, answer = await ask(stage, "POST", "/admin/backends", body)
+        assert (answer_status, reason in answer["error"]["message"]) == (status, True), answer
         assert len(await backends(stage)) == 1
 
 
@@ -249,8 +249,8 @@ async def test_admin_orders_to_unknown_backend_or_policy_are_refused_with_reason
             ("POST", "/admin/backends/policy-0/wake_up", 409, "not asleep."),
             ("POST", "/admin/policies/other/rollback", 404, "policy 'other' is not served here. This gateway serves 'policy'."),
         ):
-            found, answer = await ask(stage, method, path)
-            assert (found, reason in answer["error"]["message"]) == (status, True), answer
+            answer_status, answer = await ask(stage, method, path)
+            assert (answer_status, reason in answer["error"]["message"]) == (status, True), answer
 
 
 async def test_models_setting_maps_names_to_policies() -> None:
@@ -259,13 +259,13 @@ async def test_models_setting_maps_names_to_policies() -> None:
     async with several(*engines, backends=listed, models={"gpt-4o": "critic"}) as stage:
         for model in ("policy", "critic", "gpt-4o", "nobody"):
             assert (await stage.chat(model=model))[0] == 200
-        assert [[one["model"] for one in engine.requests] for engine in engines] == [["policy", "nobody"], ["critic", "critic"]]
+        assert [[request["model"] for request in engine.requests] for engine in engines] == [["policy", "nobody"], ["critic", "critic"]]
         spans = sorted(await stage.spans(4), key=lambda span: int(str(span.attributes[semconv.SEQ])))
         assert [span.attributes[semconv.POLICY_NAME] for span in spans] == ["policy", "critic", "critic", "policy"]
         # The record holds what the client asked.
         assert json.loads(str(spans[2].attributes[semconv.REQUEST_JSON])) == {**ASKED, "model": "gpt-4o"}
         _, models = await ask(stage, "GET", "/v1/models")
-        assert [one["id"] for one in models["data"]] == ["policy", "critic", "gpt-4o"]
+        assert [model["id"] for model in models["data"]] == ["policy", "critic", "gpt-4o"]
         _, answer = await ask(stage, "GET", "/admin/policies")
         times = [(state.pop("busy_seconds"), state.pop("engine_seconds")) for state in answer["policies"]]
         assert all(0 < busy < seconds < 60 for busy, seconds in times), times
@@ -309,8 +309,8 @@ async def test_openai_upstream_is_asked_with_own_key_and_recorded_without_ids(ca
             )
             _, published = await ask(stage, "POST", "/admin/policies/judge/versions", {"version": 1, "path": "/x", "checksum": "float32:0"})
             assert "policy 'judge' has no engine to publish to" in published["error"]["message"]
-            told = json.dumps([await backends(stage), [str(one) for one in stage.store.spans]]) + caplog.text
-            assert (KEY in told, (await backends(stage))[1]["has_key"]) == (False, True)
+            exposed = json.dumps([await backends(stage), [str(span) for span in stage.store.spans]]) + caplog.text
+            assert (KEY in exposed, (await backends(stage))[1]["has_key"]) == (False, True)
 
 
 async def test_upstream_key_quoted_in_error_is_scrubbed() -> None:

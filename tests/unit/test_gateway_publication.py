@@ -93,8 +93,8 @@ async def test_publish_invalid_request_is_refused_before_any_order(weights: Path
             (409, "version 5 is not newer than version 5", {"path": weights, "version": 5}),
             (409, "version 4 is not newer than version 5", {"path": weights, "version": 4}),
         ):
-            found, answer = await publish(stage, **arguments)  # type: ignore[arg-type]
-            assert (found, reason in answer["error"]["message"]) == (status, True), answer
+            answer_status, answer = await publish(stage, **arguments)  # type: ignore[arg-type]
+            assert (answer_status, reason in answer["error"]["message"]) == (status, True), answer
         async with stage.client.post("/admin/policies/policy/versions", json={"version": 6}) as answer:
             assert answer.status == 400
         assert stage.engine.orders == []

@@ -110,8 +110,8 @@ async def test_gateway_too_deeply_nested_request_is_refused_and_not_counted() ->
     async with staged() as stage:
         await stage.announce(path)
         async with stage.client.post(f"{path}/v1/chat/completions", data=deep) as answer:
-            said = await answer.json()
-        assert (answer.status, said["error"]["message"]) == (400, "the request is not a JSON object: it is nested too deeply")
+            body = await answer.json()
+        assert (answer.status, body["error"]["message"]) == (400, "the request is not a JSON object: it is nested too deeply")
         assert await stage.count(path) == (0, False)
         async with stage.client.post("/v1/embeddings", data=deep) as answer:
             assert (answer.status, stage.engine.bodies) == (418, [deep])

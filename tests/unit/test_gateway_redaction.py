@@ -102,8 +102,8 @@ def test_redactor_call_without_match_keeps_ids_and_ignores_engine_numbers() -> N
     ],
 )
 def test_redactor_path_is_replaced(path: str, messages: str, kept: str) -> None:
-    found = redacted(f'{{"messages":{messages}}}', None, paths=(f"messages{path}",))
-    assert found == {"spangrad.request.json": f'{{"messages":{kept}}}', "spangrad.redacted": True}
+    attributes = redacted(f'{{"messages":{messages}}}', None, paths=(f"messages{path}",))
+    assert attributes == {"spangrad.request.json": f'{{"messages":{kept}}}', "spangrad.redacted": True}
 
 
 @pytest.mark.parametrize("text", ['{"messages":[]}', '{"messages":"x"}', '{"messages":[7,"x",{"content":""}]}', "7"])
@@ -147,13 +147,13 @@ def test_redactor_secret_in_nested_json_is_replaced(secret: str, around: str, le
         text = json.dumps({"inner": text}, ensure_ascii=ascii_only)
     kept = redacted(json.dumps({"a": text}, ensure_ascii=ascii_only), None, re.escape(secret))
     assert kept["spangrad.redacted"]
-    found = json.loads(kept["spangrad.request.json"])["a"]
-    while isinstance(found, str) and found.startswith('{"inner"'):
+    value = json.loads(kept["spangrad.request.json"])["a"]
+    while isinstance(value, str) and value.startswith('{"inner"'):
         try:
-            found = json.loads(found)["inner"]
+            value = json.loads(value)["inner"]
         except ValueError:
             break  # the secret began with the character after a backslash
-    assert secret not in found
+    assert secret not in value
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ async def test_redact_setting_keeps_no_ids_or_single_tokens_in_any_dialect(monke
 def _arrays(value: Any) -> list[Any]:
     """Lists of numbers, or of tokens, in a JSON value."""
     if isinstance(value, dict):
-        own = [one for name, one in value.items() if name in {"logprobs", "tokens", "token_ids"} and isinstance(one, list | dict)]
-        return own + [found for one in value.values() for found in _arrays(one)]
+        own = [inner for name, inner in value.items() if name in {"logprobs", "tokens", "token_ids"} and isinstance(inner, list | dict)]
+        return own + [array for inner in value.values() for array in _arrays(inner)]
     if isinstance(value, list):
-        return [value] if value and all(type(one) is int for one in value) else [found for one in value for found in _arrays(one)]
+        return [value] if value and all(type(inner) is int for inner in value) else [array for inner in value for array in _arrays(inner)]
     return []

@@ -20,9 +20,9 @@ LOADING = ["/pause", "/reset_prefix_cache", "reload_weights", "/spangrad/checksu
 @pytest.fixture
 def weights(tmp_path: Path) -> list[Path]:
     """Model directories of versions 0, 1, 2; the last two hold the same weights."""
-    made = models(tmp_path, 3)
-    (made[2] / "model.safetensors").write_bytes((made[1] / "model.safetensors").read_bytes())
-    return made
+    directories = models(tmp_path, 3)
+    (directories[2] / "model.safetensors").write_bytes((directories[1] / "model.safetensors").read_bytes())
+    return directories
 
 
 async def publish(stage: Any, weights: list[Path], version: int, **more: object) -> tuple[int, Any]:
@@ -44,7 +44,7 @@ async def test_publish_of_served_weights_changes_version_while_calls_continue(we
         assert not call.done()
         stage.engine.go_on.set()
         assert (await call)[0] == 200
-        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")]
+        assert [(backend["version"], backend["status"]) for backend in await backends(stage)] == [(2, "serving")]
         assert (await publish(stage, weights, 1))[0] == 409, "it is older than what is served now"
 
 
@@ -52,12 +52,12 @@ async def test_publish_to_several_engines_loads_only_those_that_differ(weights: 
     engines = started(weights, 2)
     engines[0].version, engines[0].checksum, engines[0].model = 1, checksum_directory(weights[1]), str(weights[1])
     async with several(*engines) as stage:
-        for one in engines:
-            one.orders.clear()
+        for engine in engines:
+            engine.orders.clear()
         status, answer = await publish(stage, weights, 2)
         assert (status, answer["version"]) == (200, 2)
-        assert [one.orders for one in engines] == [RELABELLING, LOADING]
-        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")] * 2
+        assert [engine.orders for engine in engines] == [RELABELLING, LOADING]
+        assert [(backend["version"], backend["status"]) for backend in await backends(stage)] == [(2, "serving")] * 2
 
 
 async def test_publish_zero_adapter_changes_version_of_base_only(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ async def test_publish_version_refused_by_engine_keeps_old_version(weights: list
         assert (await stage.chat())[0] == 200
         stage.engine.refuses = ""
         assert (await publish(stage, weights, 2))[0] == 200, "the trainer tries again"
-        assert [(one["version"], one["status"]) for one in await backends(stage)] == [(2, "serving")]
+        assert [(backend["version"], backend["status"]) for backend in await backends(stage)] == [(2, "serving")]
 
 
 async def test_publish_drain_timeout_continues_calls_with_new_weights(weights: list[Path]) -> None:

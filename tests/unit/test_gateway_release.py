@@ -53,13 +53,13 @@ async def wait_for(stage: Stage, status: str) -> None:
 async def test_publish_older_version_is_refused_unless_rollback(weights: list[Path]) -> None:
     async with several(*started(weights, 2)) as stage:
         assert (await publish(stage, weights, 2))[0] == 200
-        status, said = await publish(stage, weights, 1)
-        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 2, which is served.")
+        status, answer = await publish(stage, weights, 1)
+        assert (status, answer["error"]["message"]) == (409, "version 1 is not newer than version 2, which is served.")
         assert (await publish(stage, weights, 1, again=True))[0] == 200
         assert await versions(stage) == [1, 1]
         body = {"version": 1, "path": str(weights[0]), "checksum": checksum_directory(weights[0]), "again": True}
-        status, said = await ask(stage, "POST", f"{POLICY}/versions", body)
-        assert (status, said["error"]["message"]) == (409, "version 1 is not newer than version 1, which is served.")
+        status, answer = await ask(stage, "POST", f"{POLICY}/versions", body)
+        assert (status, answer["error"]["message"]) == (409, "version 1 is not newer than version 1, which is served.")
         assert (await publish(stage, weights, 2))[0] == 200
         assert await versions(stage) == [2, 2]
 
@@ -67,11 +67,11 @@ async def test_publish_older_version_is_refused_unless_rollback(weights: list[Pa
 async def test_publish_without_a_checksum_compares_engines_with_the_files(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
-        status, said = await ask(stage, "POST", f"{POLICY}/versions", {"version": 1, "path": str(weights[1])})
-        assert (status, said["checksum"], await versions(stage)) == (200, "", [1, 1])
+        status, answer = await ask(stage, "POST", f"{POLICY}/versions", {"version": 1, "path": str(weights[1])})
+        assert (status, answer["checksum"], await versions(stage)) == (200, "", [1, 1])
         assert [one["checksum"] for one in await backends(stage)] == [checksum_directory(weights[1])] * 2
-        status, said = await ask(stage, "POST", f"{POLICY}/versions", {"version": 2, "path": "/nowhere"})
-        assert (status, said["error"]["message"]) == (409, "there is no directory '/nowhere' on the gateway's machine.")
+        status, answer = await ask(stage, "POST", f"{POLICY}/versions", {"version": 2, "path": "/nowhere"})
+        assert (status, answer["error"]["message"]) == (409, "there is no directory '/nowhere' on the gateway's machine.")
 
 
 async def test_publish_all_at_once_reloads_every_engine_and_calls_wait_for_first(weights: list[Path]) -> None:
@@ -130,9 +130,9 @@ async def test_publish_rolling_fails_with_first_engine_and_takes_out_later_faili
 
         engines[0].refuses, engines[1].refuses = "", "/spangrad/checksum"
         status, answer = await publish(stage, weights, 1, order="rolling")
-        told = answer["backends"]
-        assert (status, told["policy-0"], told["policy-2"]) == (200, "serving", "serving")
-        assert told["policy-1"].startswith("down: publication of version 1 failed at checksum")
+        statuses = answer["backends"]
+        assert (status, statuses["policy-0"], statuses["policy-2"]) == (200, "serving", "serving")
+        assert statuses["policy-1"].startswith("down: publication of version 1 failed at checksum")
         for _ in range(4):
             assert (await stage.chat())[0] == 200
         assert [len(engine.requests) for engine in engines] == [2, 0, 2]

@@ -33,21 +33,21 @@ def span(route: str, request: object, response: object, **attributes: Any) -> by
     return Span(name="chat m", attributes=[key_value(key, value) for key, value in {**texts, **attributes}.items()]).SerializeToString()
 
 
-def said(serialized: bytes) -> dict[str, Any]:
+def attributes_of(serialized: bytes) -> dict[str, Any]:
     """The attributes that matter, arrays decoded."""
-    found: dict[str, Any] = {}
-    for one in Span.FromString(serialized).attributes:
-        assert one.key not in found
-        match one.value.WhichOneof("value"):
+    decoded: dict[str, Any] = {}
+    for attribute in Span.FromString(serialized).attributes:
+        assert attribute.key not in decoded
+        match attribute.value.WhichOneof("value"):
             case "bytes_value":
-                found[one.key] = uint32s(one.value.bytes_value)
+                decoded[attribute.key] = uint32s(attribute.value.bytes_value)
             case "array_value":
-                found[one.key] = [each.int_value for each in one.value.array_value.values]
+                decoded[attribute.key] = [each.int_value for each in attribute.value.array_value.values]
             case _:
-                found[one.key] = one.value.string_value
+                decoded[attribute.key] = attribute.value.string_value
     for name in (semconv.REQUEST_JSON, semconv.RESPONSE_JSON, semconv.HTTP_ROUTE):
-        del found[name]
-    return found
+        del decoded[name]
+    return decoded
 
 
 class Letters:
@@ -58,7 +58,7 @@ class Letters:
 
     def apply_chat_template(self, conversation: Any, *, tools: Any, add_generation_prompt: bool, tokenize: bool) -> str:
         assert tokenize is False
-        turns = "".join(f"<{one['role']}>{one['content']}{_called(one)}" for one in conversation)
+        turns = "".join(f"<{message['role']}>{message['content']}{_called(message)}" for message in conversation)
         return (f"[{len(tools)} tools]" if tools else "") + turns + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -72,12 +72,12 @@ def letters(text: str) -> list[int]:
 
 def fill(route: str, request: object, response: object, **attributes: Any) -> dict[str, Any]:
     (filled,) = Retokenizer(Letters(), "h4sh")([span(route, request, response, **attributes)])
-    return said(filled)
+    return attributes_of(filled)
 
 
 def marked(prompts: list[str], answers: list[str], special: int = 0) -> dict[str, Any]:
     return {
-        semconv.INPUT_TOKEN_IDS: [one for text in prompts for one in [*([1] * special), *letters(text)]],
+        semconv.INPUT_TOKEN_IDS: [token for text in prompts for token in [*([1] * special), *letters(text)]],
         semconv.INPUT_LENGTHS: [len(text) + special for text in prompts],
         semconv.OUTPUT_TOKEN_IDS: letters("".join(answers)),
         semconv.OUTPUT_LENGTHS: [len(text) for text in answers],
@@ -167,7 +167,7 @@ def test_retokenizer_load_uses_tokenizer_and_chat_template_of_directory(tiny_mod
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_model))
-    facts = said(filled)
+    facts = attributes_of(filled)
     assert tokenizer.decode(facts[semconv.INPUT_TOKEN_IDS]) == PROMPT
     assert tokenizer.decode(facts[semconv.OUTPUT_TOKEN_IDS]) == ANSWER_TEXT
     assert facts[semconv.TOKENIZER_HASH] == tokenizer_hash(tiny_model)

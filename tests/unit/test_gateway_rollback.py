@@ -62,8 +62,8 @@ async def test_rollback_engine_that_refused_pause_takes_old_version_before_calls
         await publish(stage, weights, 2, canary=canary)
         missing = next(one for one in (second, first) if one.version == 2)
         missing.refuses = "/pause"
-        told = await roll_back(stage)
-        assert sorted(told.values()) == [
+        statuses = await roll_back(stage)
+        assert sorted(statuses.values()) == [
             f"down: the engine at http://127.0.0.1:{missing.port} is behind: it serves version 2, not 1",
             "serving",
         ]
@@ -80,8 +80,8 @@ async def test_rollback_engine_that_was_away_takes_old_version_before_calls(weig
         await publish(stage, weights, 1)
         await publish(stage, weights, 2)
         await running.__aexit__(None, None, None)
-        told = await roll_back(stage)
-        assert (told["policy-0"], told["policy-1"].partition(":")[0]) == ("serving", "down")
+        statuses = await roll_back(stage)
+        assert (statuses["policy-0"], statuses["policy-1"].partition(":")[0]) == ("serving", "down")
         async with asyncio.timeout(10), first.running():
             assert await held(stage, second, first) == [(1, checksum_directory(weights[1]))] * 2
 

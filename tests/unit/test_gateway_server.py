@@ -283,8 +283,8 @@ async def test_gateway_rollout_is_named_by_url_then_baggage_and_announcement(sta
 
 @pytest.mark.parametrize("more", [{"run_id": 1}, {"traceparent": "x"}, {"more": "1"}, {"rollout_id": ""}, {"attempt": 10_000}])
 async def test_gateway_malformed_announcement_is_refused(stage: Stage, more: dict[str, object]) -> None:
-    sound = {"rollout_id": "r", "attempt": 0, "run_id": "run", "mode": "train"}
-    for body in ({}, {"attempts": [sound, sound | {"rollout_id": "other"} | more]}):
+    valid = {"rollout_id": "r", "attempt": 0, "run_id": "run", "mode": "train"}
+    for body in ({}, {"attempts": [valid, valid | {"rollout_id": "other"} | more]}):
         async with stage.client.post("/attempts", json=body) as answer:
             assert answer.status == 400
     assert await stage.count("/rollout/r/attempt/0") == (None, False)

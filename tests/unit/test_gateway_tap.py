@@ -142,7 +142,7 @@ async def call(middleware: SpangradMiddleware, vllm: Vllm, path: str = RESPONSES
     return sent
 
 
-def told(event: bytes) -> Any:
+def field_of(event: bytes) -> Any:
     return json.loads(event.partition(b"data: ")[2]).get("spangrad")
 
 
@@ -177,7 +177,7 @@ async def test_tap_stream_reports_new_tokens_per_event_and_all_in_last(vllm: Vll
     first = {"policy": "policy", "tokenizer_hash": middleware.tokenizer_hash}
     two = [{"prompt_token_ids": [1, 4, 7], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
     three = [{"token_ids": [16], "logprobs": [-2.0], "finish_reason": "stop"}]
-    assert [told(event) for event in events] == [
+    assert [field_of(event) for event in events] == [
         first,
         {**first, "generations": two},
         {**first, "generations": three},
@@ -194,7 +194,9 @@ async def test_tap_each_engine_request_is_one_generation(vllm: Vllm, middleware:
     assert [one["prompt_token_ids"] for one in field["generations"]] == PROMPTS
     assert field["versions"] == [[[0, 3], [2, 7]]] * 2
     vllm.whole = False
-    second = next(told(event) for event in await call(middleware, vllm) if b'"generations": [{}' in event or b'"generations":[{},' in event)
+    second = next(
+        field_of(event) for event in await call(middleware, vllm) if b'"generations": [{}' in event or b'"generations":[{},' in event
+    )
     assert second["generations"] == [{}, {"prompt_token_ids": PROMPTS[1], "token_ids": [8, 13], "logprobs": [-1.0, -9999.0]}]
 
 

@@ -28,9 +28,9 @@ AFTER = ["/spangrad/checksum", "/update_weight_version", "/resume", "probe"]
 
 @pytest.fixture
 def sender() -> Iterator[WeightsSender]:
-    made = WeightsSender(TrainerSettings())
-    yield made
-    made.close()
+    built = WeightsSender(TrainerSettings())
+    yield built
+    built.close()
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def version(tmp_path: Path) -> tuple[Path, str]:
 
 async def publish(stage: Stage, sender: WeightsSender, version: tuple[Path, str], number: int = 1, **weights: Any) -> tuple[int, Any]:
     path, checksum = version
-    with sender.offering(WeightSource(lambda: iter({**WEIGHTS, **weights}.items()))) as said:
-        body = {"version": number, "path": str(path), "checksum": checksum, "sender": said}
+    with sender.offering(WeightSource(lambda: iter({**WEIGHTS, **weights}.items()))) as offer:
+        body = {"version": number, "path": str(path), "checksum": checksum, "sender": offer}
         async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
             return answer.status, await answer.json()
 
@@ -55,9 +55,9 @@ async def test_publish_transfer_gateway_orders_and_trainer_sends(sender: Weights
     async with staged(FakeEngine(transfer="http", checksum=f"{dtype}:{0:016x}")) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, made = await publish(stage, sender, version)
-        assert (status, made["version"], made["checksum"]) == (200, 1, version[1])
-        assert list(made["stages"]["policy-0"]) == ["check", "pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
+        status, body = await publish(stage, sender, version)
+        assert (status, body["version"], body["checksum"]) == (200, 1, version[1])
+        assert list(body["stages"]["policy-0"]) == ["check", "pause", "transfer", "checksum", "update_weight_version", "resume", "probe"]
         assert stage.engine.orders == [*BEFORE, *MEETING, *SENDING, *AFTER]
         stage.engine.orders.clear()
         assert (await publish(stage, sender, version, 2))[0] == 200
@@ -76,21 +76,21 @@ async def test_publish_transfer_invalid_request_is_refused_before_engine_is_touc
     async with staged(FakeEngine()) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, said = await publish(stage, sender, version)
-        assert (status, "takes no weights from a trainer. Start it with engine.transfer = http" in said["error"]["message"]) == (409, True)
+        status, body = await publish(stage, sender, version)
+        assert (status, "takes no weights from a trainer. Start it with engine.transfer = http" in body["error"]["message"]) == (409, True)
         assert stage.engine.orders == []
     async with staged(FakeEngine(transfer="http", checksum=f"bfloat16:{0:016x}")) as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        status, said = await publish(stage, sender, version, b=np.float32([1, 2]))
-        assert (status, "the trainer has weights with checksum" in said["error"]["message"]) == (409, True)
+        status, body = await publish(stage, sender, version, b=np.float32([1, 2]))
+        assert (status, "the trainer has weights with checksum" in body["error"]["message"]) == (409, True)
         assert stage.engine.orders == []
     for engine, reason in ((FakeEngine(transfer="nccl"), "the trainer's process sees no GPU"),):
         async with staged(engine) as stage:
             await stage.readiness("serving")
             stage.engine.orders.clear()
-            status, said = await publish(stage, sender, version)
-            assert (status, reason in said["error"]["message"], said["error"]["message"][-22:]) == (502, True, "The engine is serving.")
+            status, body = await publish(stage, sender, version)
+            assert (status, reason in body["error"]["message"], body["error"]["message"][-22:]) == (502, True, "The engine is serving.")
             assert stage.engine.orders == [*BEFORE, "/resume"]
             assert (await stage.chat())[0] == 200
 
@@ -101,9 +101,9 @@ async def test_publish_transfer_failing_order_keeps_old_version_or_takes_engine_
 ) -> None:
     async with staged(FakeEngine(transfer="http", refuses=order)) as stage:
         await stage.readiness("serving")
-        status, said = await publish(stage, sender, version)
+        status, body = await publish(stage, sender, version)
         begun = order in SENDING
-        assert (status, said["error"]["message"].endswith("The engine is down." if begun else "The engine is serving.")) == (502, True)
+        assert (status, body["error"]["message"].endswith("The engine is down." if begun else "The engine is serving.")) == (502, True)
         assert (await stage.chat())[0] == (503 if begun else 200)
         stage.engine.refuses = ""
         stage.engine.orders.clear()

@@ -25,10 +25,10 @@ def weights(tmp_path: Path) -> list[Path]:
 async def second_is_down(stage: Stage) -> str:
     """The reason that the second of two engines is down for good; the first serves."""
     async with asyncio.timeout(10):
-        while (told := await backends(stage))[1]["status"] != "down" or "is not admitted" in told[1]["reason"]:  # noqa: ASYNC110
+        while (listed := await backends(stage))[1]["status"] != "down" or "is not admitted" in listed[1]["reason"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    assert told[0]["status"] == "serving"
-    return told[1]["reason"]
+    assert listed[0]["status"] == "serving"
+    return listed[1]["reason"]
 
 
 async def test_admission_with_unreadable_weights_keeps_only_that_engine_out(weights: list[Path], tmp_path: Path) -> None:

@@ -71,9 +71,9 @@ async def test_silent_connections_without_whole_head_are_closed(begun: bytes) ->
 
 async def test_arriving_body_that_stalls_answers_408() -> None:
     async with served() as port:
-        said = await answer(port, HEAD + b"\r\n", b"ab")
-    assert said.startswith(b"HTTP/1.1 408 ")
-    assert said.endswith(b"only 2 bytes of the body came in time; it may take 0.2 s, and a second more for each 65536 bytes")
+        response = await answer(port, HEAD + b"\r\n", b"ab")
+    assert response.startswith(b"HTTP/1.1 408 ")
+    assert response.endswith(b"only 2 bytes of the body came in time; it may take 0.2 s, and a second more for each 65536 bytes")
 
 
 async def test_arriving_body_in_pieces_is_awaited() -> None:
@@ -89,8 +89,8 @@ async def test_arriving_large_body_has_more_time(monkeypatch: pytest.MonkeyPatch
 
 async def test_silent_connections_keep_idle_connection_between_requests() -> None:
     async with served() as port:
-        said = await answer(port, HEAD + b"\r\nabcd", HEAD + b"Connection: close\r\n\r\nefgh", pause=0.4)
-    assert (said.count(b"200 OK"), said[-4:]) == (2, b"efgh")
+        response = await answer(port, HEAD + b"\r\nabcd", HEAD + b"Connection: close\r\n\r\nefgh", pause=0.4)
+    assert (response.count(b"200 OK"), response[-4:]) == (2, b"efgh")
 
 
 async def test_arriving_other_timeout_error_stays_unchanged() -> None:

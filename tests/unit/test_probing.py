@@ -42,10 +42,10 @@ def test_facts_of_model_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "wanted", "context"), [(256, None, 256), (256, 4096, 256), (32768, None, 4096), (32768, 8192, 8192), (None, 99, 99)]
+    ("model", "chosen", "context"), [(256, None, 256), (256, 4096, 256), (32768, None, 4096), (32768, 8192, 8192), (None, 99, 99)]
 )
-def test_context_of_is_bounded_by_model(model: int | None, wanted: int | None, context: int) -> None:
-    assert context_of(model, wanted) == context
+def test_context_of_is_bounded_by_model(model: int | None, chosen: int | None, context: int) -> None:
+    assert context_of(model, chosen) == context
 
 
 def test_cache_bytes_fit_memory_and_hold_one_context() -> None:

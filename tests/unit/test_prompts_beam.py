@@ -16,7 +16,7 @@ SHAPES = st.builds(Shape, rounds=st.integers(1, 4), width=st.integers(1, 3), bra
 
 def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[int, float | None]]:
     """A whole search over made-up prompts; the order of what was measured, and the scores. `forgets`: only half of each step is done."""
-    dice = random.Random(seed)
+    chance = random.Random(seed)
     edits: dict[EditPosition, int | None] = {}
     scores: dict[int, float | None] = {}
     measured: list[int] = []
@@ -26,12 +26,12 @@ def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[
             case Expand(places):
                 assert not set(places) & set(edits)
                 for place in places[: (len(places) + 1) // 2] if forgets else places:
-                    edits[place] = dice.choice([None, dice.randint(1, newest), newest + 1])
+                    edits[place] = chance.choice([None, chance.randint(1, newest), newest + 1])
                     newest = max(newest, edits[place] or 0)
             case MeasureVersions(_, versions):
                 for version in versions[: (len(versions) + 1) // 2] if forgets else versions:
                     measured.append(version)
-                    scores[version] = None if version > 1 and dice.random() < 0.2 else round(dice.random(), 1)
+                    scores[version] = None if version > 1 and chance.random() < 0.2 else round(chance.random(), 1)
             case done:
                 return done, measured, scores
 
@@ -42,13 +42,15 @@ def test_next_step_measures_every_candidate_once_and_never_gets_worse(shape: Sha
     done, measured, scores = play(shape, seed, forgets)
     assert len(measured) == len(set(measured))
     assert set(measured) == set(done.entered)
-    assert [one.number for one in done.rounds] == list(range(shape.rounds + 1))
-    best = [scores[one.beam[0]] for one in done.rounds]
+    assert [search_round.number for search_round in done.rounds] == list(range(shape.rounds + 1))
+    best = [scores[search_round.beam[0]] for search_round in done.rounds]
     assert all(after is not None and before is not None and after >= before for before, after in pairwise(best))
     assert best[-1] == max(score for score in scores.values() if score is not None)
-    for one in done.rounds:
-        assert 1 <= len(one.beam) <= shape.width
-        assert [scores[version] for version in one.beam] == sorted((scores[version] or 0.0 for version in one.beam), reverse=True)
+    for search_round in done.rounds:
+        assert 1 <= len(search_round.beam) <= shape.width
+        assert [scores[version] for version in search_round.beam] == sorted(
+            (scores[version] or 0.0 for version in search_round.beam), reverse=True
+        )
 
 
 def test_next_step_keeps_older_of_equals_and_ignores_edit_to_known_text() -> None:

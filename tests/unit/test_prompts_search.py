@@ -32,7 +32,7 @@ class World(PromptStore):
     """Everything that outlives a search: prompts, edits, trials; it dies at the `dies_at`-th thing that is done."""
 
     texts: dict[int, str] = field(default_factory=lambda: {1: "0"})
-    made: list[Edit] = field(default_factory=list[Edit])
+    recorded: list[Edit] = field(default_factory=list[Edit])
     trials: list[Trial] = field(default_factory=list[Trial])
     dies_at: int = -1
     done: int = 0
@@ -48,24 +48,24 @@ class World(PromptStore):
         return replace(START, version=version or 1, text=self.texts[version or 1])
 
     def edits(self, name: str, search: str | None = None) -> list[Edit]:
-        return list(self.made)
+        return list(self.recorded)
 
     def edit(self, name: str, text: str | None, edit: Edit) -> int | None:
         self.alive()
         place = (edit.round, edit.parent, edit.number)
-        assert place not in {(one.round, one.parent, one.number) for one in self.made}, "an edit was made twice"
+        assert place not in {(earlier.round, earlier.parent, earlier.number) for earlier in self.recorded}, "an edit was made twice"
         version = None
         if text is not None:
-            version = next((number for number, one in self.texts.items() if one == text), len(self.texts) + 1)
+            version = next((number for number, known in self.texts.items() if known == text), len(self.texts) + 1)
             self.texts[version] = text
-        self.made.append(replace(edit, version=version))
+        self.recorded.append(replace(edit, version=version))
         return version
 
     def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
-        return [one for one in self.trials if ids is None or one.rollout_id in ids]
+        return [trial for trial in self.trials if ids is None or trial.rollout_id in ids]
 
     def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
-        return [replace(one, exchanges=(Exchange((("user", one.input),), "said"),)) for one in trials]
+        return [replace(trial, exchanges=(Exchange((("user", trial.input),), "said"),)) for trial in trials]
 
     async def run(self, tasks: Sequence[Task]) -> list[str]:
         """A prompt is worth the number that it is, in tenths."""
@@ -107,11 +107,11 @@ def test_search_killed_at_any_step_resumes_and_repeats_nothing() -> None:
             result = search(world, rounds=2, minibatch=1)
         else:
             break
-        tries = Counter((one.version, one.task_id) for one in world.trials)
+        tries = Counter((trial.version, trial.task_id) for trial in world.trials)
         assert set(tries.values()) == {1}
-        assert {version for version, _ in tries} == {one.version for one in result.candidates}
-        scores = {one.version: one.score for one in result.candidates}
-        assert scores == {one.version: pytest.approx(int(one.text) / 10) for one in result.candidates}
+        assert {version for version, _ in tries} == {candidate.version for candidate in result.candidates}
+        scores = {candidate.version: candidate.score for candidate in result.candidates}
+        assert scores == {candidate.version: pytest.approx(int(candidate.text) / 10) for candidate in result.candidates}
         assert result.best.score == max(score for score in scores.values() if score is not None)
     assert 20 < dies_at < 199
     before = world.done
@@ -123,7 +123,7 @@ def test_search_changes_no_published_prompt_and_names_edits() -> None:
     result = search(World())
     first, *rest = result.candidates
     assert (first.version, first.edit) == (1, None)
-    assert [one.edit.critique for one in rest if one.edit] == ["larger"] * len(rest)
+    assert [candidate.edit.critique for candidate in rest if candidate.edit] == ["larger"] * len(rest)
     assert result.gain.mean == pytest.approx((result.best.score or 0) - (first.score or 0))
 
 
@@ -142,9 +142,9 @@ def test_choose_includes_failed_trial_as_worst() -> None:
         chosen = choose([*trials, broken], 3, random.Random(seed))
         assert len(chosen) == 3
         worst, better = chosen[:2], chosen[2]
-        assert all(one.score is None or one.score <= 2 for one in worst)
+        assert all(trial.score is None or trial.score <= 2 for trial in worst)
         assert better.score is not None
-        assert better.score > max(one.score or 0.0 for one in worst)
+        assert better.score > max(trial.score or 0.0 for trial in worst)
     assert choose([broken], 3, random.Random(0)) == [broken]
     assert shown(broken, "x").splitlines() == ["task: ", "it failed: timeout. not done after 5 s"]
 
@@ -157,9 +157,9 @@ def test_ask_for_critique_shows_each_message_once_within_its_room() -> None:
         'task: "a"', "system: [the prompt]", "user: a", "reply: b", "assistant: b", "user: c", "reply: d"
     ]  # fmt: skip
     long = replace(trial, exchanges=(Exchange((("user", "x" * 10_000),), "END"),))
-    said = ask_for_critique("be good", [long])[1]["content"]
-    assert 4000 < len(said) < 4100
-    assert "END" in said
+    message = ask_for_critique("be good", [long])[1]["content"]
+    assert 4000 < len(message) < 4100
+    assert "END" in message
 
 
 def test_read_edit_without_prompt_is_none() -> None:

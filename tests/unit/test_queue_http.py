@@ -34,8 +34,8 @@ def test_queue_http_answer_that_breaks_off_is_retried(url: str, answers: list[by
 
 
 def test_queue_http_answers_that_always_break_off_raise(url: str) -> None:
-    said = rf"the queue at {url} does not answer \(IncompleteRead"
-    with pytest.raises(QueueError, match=said):
+    message = rf"the queue at {url} does not answer \(IncompleteRead"
+    with pytest.raises(QueueError, match=message):
         QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
         demand.read(QueueSettings(url=url), "run")

@@ -126,13 +126,13 @@ def test_recipe_without_network_names_source_and_remedy(tmp_path: Path, monkeypa
 
 
 def test_math_rows_give_questions_with_numbers_and_rewards(tmp_path: Path) -> None:
-    made = prepared(MATH, tmp_path, "--rows", "5")
-    assert len(made.train) == len(made.held_out) == 5
+    tasks = prepared(MATH, tmp_path, "--rows", "5")
+    assert len(tasks.train) == len(tasks.held_out) == 5
     gold = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
-    assert made.train[0] == {"question": gold["question"], "answer": gold["answer"].split("#### ")[1]}
+    assert tasks.train[0] == {"question": gold["question"], "answer": gold["answer"].split("#### ")[1]}
     given = {"question": "", "answer": "1200"}
-    said = ("so it is 7 . answer 1,200", "The answer is: $1200.00", "answer 12", "1200", "answer", "")
-    assert [of_math(given, text) for text in said] == [1.0, 1.0, 0.0, -0.2, -0.2, -0.2]
+    answers = ("so it is 7 . answer 1,200", "The answer is: $1200.00", "answer 12", "1200", "answer", "")
+    assert [of_math(given, text) for text in answers] == [1.0, 1.0, 0.0, -0.2, -0.2, -0.2]
 
 
 async def test_math_calculator_evaluates_arithmetic_only() -> None:
@@ -142,8 +142,8 @@ async def test_math_calculator_evaluates_arithmetic_only() -> None:
 
 
 def test_spider_rows_give_schema_and_rewards_by_result(tmp_path: Path) -> None:
-    made = prepared(SPIDER, tmp_path)
-    given = made.train[0]
+    tasks = prepared(SPIDER, tmp_path)
+    given = tasks.train[0]
     assert given["schema"] == "CREATE TABLE singer ( sid int , country text , age int )"
     (((count,),), asked) = rows(given["database"], given["query"]), given["query"]
     assert isinstance(count, int)
@@ -159,12 +159,12 @@ def test_spider_rows_give_schema_and_rewards_by_result(tmp_path: Path) -> None:
 def test_spider_replies_hold_queries_and_verdicts() -> None:
     assert query_of("Sure:\n```sql\nselect a\nfrom t;\n```\nDone.") == "select a from t"
     assert query_of(" select 1 ;") == "select 1"
-    assert [accepts(said) for said in ("ok", "OK.", "**ok** it is", "okay", "wrong", "")] == [True, True, True, False, False, False]
+    assert [accepts(answer) for answer in ("ok", "OK.", "**ok** it is", "okay", "wrong", "")] == [True, True, True, False, False, False]
 
 
 def test_musique_rows_give_answers_corpus_and_rewards(tmp_path: Path) -> None:
-    made = prepared(MUSIQUE, tmp_path)
-    assert set(made.train[0]) == {"question", "answers"}, "the agent sees no paragraph"
+    tasks = prepared(MUSIQUE, tmp_path)
+    assert set(tasks.train[0]) == {"question", "answers"}, "the agent sees no paragraph"
     data = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     texts = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
     assert len(texts) == len(set(texts)) == 300
@@ -172,8 +172,8 @@ def test_musique_rows_give_answers_corpus_and_rewards(tmp_path: Path) -> None:
     assert musique_tasks([{**data[0], "answerable": False}]) == []
     assert words_of("The Beatles' 1st, a hit!") == ["beatles", "1st", "hit"]
     given = {"answers": ["New York City", "NYC"]}
-    said = ("<think> x </think> <answer> the NYC </answer>", "<answer>new york</answer>", "<answer>rome</answer>", "NYC")
-    assert [of_musique(given, text) for text in said] == pytest.approx([1.0, 0.9 * 0.8 + 0.1, 0.1, 0.0])
+    answers = ("<think> x </think> <answer> the NYC </answer>", "<answer>new york</answer>", "<answer>rome</answer>", "NYC")
+    assert [of_musique(given, text) for text in answers] == pytest.approx([1.0, 0.9 * 0.8 + 0.1, 0.1, 0.0])
 
 
 async def test_musique_retrieval_service_gives_nearest_paragraphs() -> None:

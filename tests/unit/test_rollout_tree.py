@@ -87,8 +87,8 @@ not built yet
 
 
 def test_draw_spans_without_sequence_orders_by_time() -> None:
-    one = {"run": "", "mode": "", "process": "~instance", "seq": 0}
-    spans = [span("later", "1", "9", started=2, **one), span("first", "2", "9", started=1, **one), span("team", "9", **one)]
+    facts = {"run": "", "mode": "", "process": "~instance", "seq": 0}
+    spans = [span("later", "1", "9", started=2, **facts), span("first", "2", "9", started=1, **facts), span("team", "9", **facts)]
     drawn = text(Record("foreign", spans, [], [], [])).splitlines()[3:]
     assert [line.split(" · ")[0] for line in drawn] == ["└── team", "    ├── first", "    └── later"]
 

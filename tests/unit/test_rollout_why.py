@@ -45,12 +45,12 @@ def record(*spans: Any, builds: tuple[Build, ...] = (), **facts: Any) -> Record:
     return Record("rollout-1", spans, [], facts.pop("rewards", []), builds, last_arrival=NOW - timedelta(seconds=12), now=NOW, **facts)
 
 
-def told(one: Record, settings: Settings = SETTINGS) -> str:
-    return "\n".join(explain(one, settings)) + "\n"
+def explained(rollout: Record, settings: Settings = SETTINGS) -> str:
+    return "\n".join(explain(rollout, settings)) + "\n"
 
 
-def last(one: Record, settings: Settings = SETTINGS) -> str:
-    return explain(one, settings)[-1]
+def last(rollout: Record, settings: Settings = SETTINGS) -> str:
+    return explain(rollout, settings)[-1]
 
 
 WHOLE_SPANS = (FAILED_FIRST, ENDED, CLIENT, FIRST_CALL, SECOND_CALL, FIRST_CALL)
@@ -58,7 +58,7 @@ EARNED = [Reward("t1", "b0", "reward", "1", "event")]
 
 
 def test_explain_built_rollout() -> None:
-    assert told(record(*WHOLE_SPANS, builds=(BUILD,), rewards=EARNED)) == (
+    assert explained(record(*WHOLE_SPANS, builds=(BUILD,), rewards=EARNED)) == (
         f"""\
 Rollout rollout-1 of run run-1 (mode train): task paris, group g7 of 8, 2 attempts.
 Attempt 0 failed: crash (exit code 1), and was tried again.
@@ -77,7 +77,7 @@ It is not trained: its group g7 has 7 of 8 rollouts built so far.
 
 def test_explain_waiting_rollout_names_missing_parts() -> None:
     lost = replace(ENDED, attributes={**ENDED.attributes, "spangrad.rollout.calls": "4"})
-    assert told(record(lost, FIRST_CALL)) == (
+    assert explained(record(lost, FIRST_CALL)) == (
         """\
 Rollout rollout-1 of run run-1 (mode train): task paris, group g7 of 8, 1 attempt.
 Attempt 1 ended well, and counts.
@@ -176,8 +176,8 @@ def test_explain_untrained_rollout_names_cause(build: Build, facts: dict[str, An
 
 
 def test_explain_with_unreachable_ledger_leaves_skips_open() -> None:
-    told = last(record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), ledger_silent="the ledger postgresql://HOST/NAME failed (no answer)."))
-    assert told == (
+    verdict = last(record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), ledger_silent="the ledger postgresql://HOST/NAME failed (no answer)."))
+    assert verdict == (
         "It is not trained: its group is whole and waits for `spangrad train`. Whether a trainer has skipped its group is not known: the "
         "ledger postgresql://HOST/NAME failed (no answer)."
     )

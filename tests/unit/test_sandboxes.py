@@ -61,10 +61,10 @@ def test_interpreter_paths_of_virtual_environment_include_its_base(tmp_path: Pat
 
 def test_policy_of_settings_names_services_and_limits(tmp_path: Path) -> None:
     settings = Settings(queue=QueueSettings(url="http://127.0.0.1:8190"))
-    found = policy_of(settings, CommandAgent(("sh", "agent.sh"), directory=tmp_path))
-    assert {*found.services} == {8180, 4318, 8190}
-    assert found.directory == tmp_path
-    assert found.limits == SandboxLimits(256, 4 * 2**30, 2**30)
+    sandbox_policy = policy_of(settings, CommandAgent(("sh", "agent.sh"), directory=tmp_path))
+    assert {*sandbox_policy.services} == {8180, 4318, 8190}
+    assert sandbox_policy.directory == tmp_path
+    assert sandbox_policy.limits == SandboxLimits(256, 4 * 2**30, 2**30)
 
 
 def test_launch_environment_holds_allowed_variables_alone() -> None:

@@ -47,8 +47,8 @@ def test_selection_expression_matches_names_in_full(selection: Selection, taken:
 
 def test_selection_conditions_give_compared_values():
     chosen = Selection(agents="a", policies="p", tools="t")
-    found = {one.what: CALLS.select(one.value).to_series().to_list() for one in conditions(chosen)}
-    assert found == {
+    values_of = {condition.what: CALLS.select(condition.value).to_series().to_list() for condition in conditions(chosen)}
+    assert values_of == {
         "agent": ["planner", "planner2", "", "coder"],
         "policy": ["policy", "gpt-4o", "policy", "large"],
         "tool": ["search, run", "", "run_tests", None],

@@ -184,7 +184,7 @@ interleavings = st.lists(st.sampled_from(PLACES), max_size=16)
 @given(interleavings, st.booleans(), st.booleans())
 @settings(max_examples=1000, deadline=None)
 def test_served_game_of_two_with_random_interleavings_answers_all_and_adds_to_zero(
-    moves: list[tuple[str, Move, float]], black_by_name: bool, white_by_name: bool
+    interleaving: list[tuple[str, Move, float]], black_by_name: bool, white_by_name: bool
 ) -> None:
     board = Board()
 
@@ -199,7 +199,7 @@ def test_served_game_of_two_with_random_interleavings_answers_all_and_adds_to_ze
         clients = {role: Client(game, role, by_name=by_name) for role, by_name in zip(ROLES, (black_by_name, white_by_name), strict=True)}
         for role in ROLES:  # most interleavings begin with an episode
             clients[role].make(Move.RESET)
-        for role, move, pause in moves:
+        for role, move, pause in interleaving:
             clients[role].make(move)
             await asyncio.sleep(pause)
         await asyncio.sleep(BOUND)

@@ -233,7 +233,7 @@ def test_served_game_begins_with_all_players_or_not_at_all() -> None:
     run_in_virtual_time(scenario())
 
 
-def test_served_game_of_a_lost_episode_ends_for_a_player_that_goes_on() -> None:
+def test_served_game_of_a_lost_episode_has_ended_for_a_player_that_acts() -> None:
     async def scenario() -> None:
         game = game_of(Table([frozenset("a")], forfeit_ends=True))
         game.attach("a")

@@ -86,14 +86,14 @@ def test_load_settings_none_can_be_given_by_every_source(tmp_path: Path) -> None
     null.write_text('[queue]\nkeep_days = "null"\n')
     week.write_text("[queue]\nkeep_days = 7\n")
 
-    def told(flags: dict[str, object], env: dict[str, str], file: Path) -> Origin:
+    def origin_of(flags: dict[str, object], env: dict[str, str], file: Path) -> Origin:
         return next(origin for origin in explain_settings(flags, file=file, env=env) if origin.key == days)
 
     assert [
-        told({}, {}, null),
-        told({}, {variable: "null"}, week),
-        told({days: None}, {variable: "8"}, week),
-        told({days: 9}, {variable: "null"}, null),
+        origin_of({}, {}, null),
+        origin_of({}, {variable: "null"}, week),
+        origin_of({days: None}, {variable: "8"}, week),
+        origin_of({days: 9}, {variable: "null"}, null),
     ] == [
         Origin(days, None, f"file {null}"),
         Origin(days, None, f"environment {variable}"),

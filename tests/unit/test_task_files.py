@@ -41,11 +41,11 @@ def test_read_tasks_same_rows_of_any_source_give_same_tasks(tmp_path: Path) -> N
         ("rows.jsonl", "rows.parquet", "rows", "several:test"), TASKS
     )
     assert read_tasks(tmp_path / "several") == [Task(f"several:{n}", row) for n, row in enumerate(QUESTIONS, 1)]
-    for source, said in [
+    for source, message in [
         ("several:dev", "several:dev: there is no split 'dev', only train, test. Name one: {0}/several:SPLIT."),
         ("rows:train", "rows:train: the dataset has no splits. Leave ':train' out."),
     ]:
-        with pytest.raises(AgentError, match=re.escape(said.format(tmp_path))):
+        with pytest.raises(AgentError, match=re.escape(message.format(tmp_path))):
             read_tasks(tmp_path / source)
 
 
@@ -65,7 +65,7 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("t.jsonl", '{"task_id": 1, "input": 2}\n{"task_id": \n', ", line 2 is no JSON (Expecting value, column 13): each line is"),
         ("t.jsonl", "\n[1]\n", ", line 2 is list, not an object: each line is"),
@@ -90,9 +90,9 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
         ("t.parquet", "PAR", " cannot be read as Parquet"),
     ],
 )
-def test_read_tasks_invalid_row_raises_with_place(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_read_tasks_invalid_row_raises_with_place(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(AgentError, match=re.escape(f"{tmp_path / name}{said}")):
+    with pytest.raises(AgentError, match=re.escape(f"{tmp_path / name}{message}")):
         read_tasks(tmp_path / name)
 
 
@@ -100,13 +100,13 @@ def test_read_tasks_unusable_source_raises(tmp_path: Path) -> None:
     pl.DataFrame([{"q": "x", "day": date(2026, 1, 1)}]).write_parquet(tmp_path / "days.parquet")
     (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}')
     (tmp_path / "empty").mkdir()
-    for source, said in [
+    for source, message in [
         ("days.parquet", ", row 1: 'day' is datetime.date(2026, 1, 1), which JSON has no value for."),
         ("latin.jsonl", " is no text in UTF-8 (invalid continuation byte at byte 7)."),
         ("nothing.jsonl", " is neither a file nor a directory. Give JSON lines"),
         ("empty", " cannot be read as a dataset (FileNotFoundError"),
     ]:
-        with pytest.raises(AgentError, match=re.escape(f"{tmp_path / source}{said}")):
+        with pytest.raises(AgentError, match=re.escape(f"{tmp_path / source}{message}")):
             read_tasks(tmp_path / source)
 
 

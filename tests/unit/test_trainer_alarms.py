@@ -20,7 +20,7 @@ series = st.lists(numbers, min_size=4, max_size=30)
 
 
 def versions(returns: list[float], successes: list[float]) -> list[dict[str, float]]:
-    return [{"mean_return": one, "mean_reward_reward": other} for one, other in zip(returns, successes, strict=True)]
+    return [{"mean_return": mean, "mean_reward_reward": reward} for mean, reward in zip(returns, successes, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,8 @@ def test_gaming_is_independent_of_units(returns: list[float], successes: list[fl
     successes = successes[: len(returns)]
     plain = gaming(versions(returns, successes), AlarmSettings(gaming_versions=4, gaming_rise=0))
     scaled = gaming(
-        versions([unit * one for one in returns], [unit * one for one in successes]), AlarmSettings(gaming_versions=4, gaming_rise=0)
+        versions([unit * value for value in returns], [unit * value for value in successes]),
+        AlarmSettings(gaming_versions=4, gaming_rise=0),
     )
     near = abs(plain["success_rise"] - 0.1 * plain["return_rise"]) < 1e-6 or abs(plain["return_rise"]) < 1e-6
     assert near or scaled["gaming_alarm"] == plain["gaming_alarm"]
@@ -97,8 +98,8 @@ def test_gaming_alarm_in_trainer_warns_once_and_is_recorded(tmp_path: Path, capl
     trainer = wired(chosen, FakeSource(names, changes=dict(paid)))
     with caplog.at_level(logging.WARNING):
         trainer.run(follow=False)
-    said = [one.metrics.get("gaming_alarm") for one in trainer.ledger.versions()]
-    assert said == [None, None, None, 1, 1, 1]
+    alarms = [version.metrics.get("gaming_alarm") for version in trainer.ledger.versions()]
+    assert alarms == [None, None, None, 1, 1, 1]
     newest = newest_version(trainer.ledger)
     assert [newest.metrics["return_rise"], newest.metrics["success_rise"]] == [2, 0]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]

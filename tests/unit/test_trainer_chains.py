@@ -31,32 +31,32 @@ def test_chains_rewards_of_untrained_calls_go_to_call_before_or_first():
         ],
         schema_overrides=SCHEMA,
     )
-    found, links = chains(rows[::-1], rows[::-1]["Policy"] == "policy", {"reward": 0.5})
-    assert found["CallId"].to_list() == ["call-a-1", "call-a-3", "call-b-0", "call-c-0"]
+    calls, links = chains(rows[::-1], rows[::-1]["Policy"] == "policy", {"reward": 0.5})
+    assert calls["CallId"].to_list() == ["call-a-1", "call-a-3", "call-b-0", "call-c-0"]
     assert links.rollout.tolist() == [0, 0, 1, 2]
     assert links.group.tolist() == [0, 0, 0, 1]
     assert links.rewards.tolist() == [3.5, 4.0, 24.0, 32.0]
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(-8, 8), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=5), st.randoms())
-def test_chains_rewards_sum_to_return_in_any_order(rollouts: list[list[tuple[int, bool]]], dice: object):
+def test_chains_rewards_sum_to_return_in_any_order(rollouts: list[list[tuple[int, bool]]], chance: object):
     rows = [
         transition_row(f"r{i}", turn, rewards=(float(reward),), Policy="policy" if own else "other")
         for i, turns in enumerate(rollouts)
         for turn, (reward, own) in enumerate(turns)
     ]
-    dice.shuffle(rows)  # type: ignore[attr-defined]
+    chance.shuffle(rows)  # type: ignore[attr-defined]
     frame = pl.DataFrame(rows, schema_overrides=SCHEMA)
     own = frame["Policy"] == "policy"
-    found, links = chains(frame, own, {})
+    calls, links = chains(frame, own, {})
     expected = dict(returns(frame).select("RolloutId", "Return").rows())
-    assert len(found) == own.sum() == len(links.rewards)
+    assert len(calls) == own.sum() == len(links.rewards)
     assert links.rollout.tolist() == sorted(links.rollout.tolist())
     for number in set(links.rollout.tolist()):
         rows_of = [row for row, other in enumerate(links.rollout.tolist()) if other == number]
-        (name,) = set(found["RolloutId"][rows_of].to_list())
+        (name,) = set(calls["RolloutId"][rows_of].to_list())
         assert sum(links.rewards[rows_of].tolist()) == expected[name]
-        assert found["Turn"][rows_of].to_list() == sorted(found["Turn"][rows_of].to_list())
+        assert calls["Turn"][rows_of].to_list() == sorted(calls["Turn"][rows_of].to_list())
 
 
 def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():

@@ -255,8 +255,8 @@ def test_step_refused_while_version_is_pending_leaves_it(tmp_path: Path, base: P
     trainer.ledger.claimed = lambda rollouts, pending=None: {}  # type: ignore[method-assign]
     trainer.run(follow=False)
     assert (optimizer.missed, seen) == ([], [1])
-    told = {"rows": SkipReason.LOGPROB_GAP, "ledger": SkipReason.ALREADY_TRAINED}[reason]
-    assert trainer.ledger.skips.reasons() == {group("c"): told}
+    expected = {"rows": SkipReason.LOGPROB_GAP, "ledger": SkipReason.ALREADY_TRAINED}[reason]
+    assert trainer.ledger.skips.reasons() == {group("c"): expected}
     assert [*committed(trainer).values()] == [[], ["a-0", "a-1", "b-0", "b-1"], ["d-0", "d-1", "e-0", "e-1"]]
 
 
@@ -355,8 +355,8 @@ def test_stop_commits_pending_version_that_is_written_in_time_and_undoes_another
     again = wired(settings(base, tmp_path), FakeSource([*"ab"]))
     again.run(follow=False)
     assert len(committed(again)) == 2
-    here = {path.name for path in (tmp_path / "policy/main").iterdir()}
-    assert here == {f"v{version}" for version in committed(again) if version}
+    names = {path.name for path in (tmp_path / "policy/main").iterdir()}
+    assert names == {f"v{version}" for version in committed(again) if version}
 
 
 def test_two_trainers_of_a_branch_with_pending_versions_train_each_group_once(tmp_path: Path, base: Path) -> None:

@@ -261,13 +261,15 @@ def test_advantages_of_any_rollouts_obey_credit_laws(
     shuffled = data.draw(st.permutations(range(len(rows))))
     own = whole["Policy"] == "policy"
     named = whole.with_columns(N=pl.int_range(pl.len()))
-    mine = [one.filter(pl.col("Policy") == "policy")["N"].to_list() for one in (named, named[shuffled])]
+    own_calls = [table.filter(pl.col("Policy") == "policy")["N"].to_list() for table in (named, named[shuffled])]
 
-    found = dict(zip(mine[0], advantages(whole, *pair, gamma=gamma), strict=True))
-    assert advantages(whole[shuffled], *pair, gamma=gamma) == pytest.approx([found[n] for n in mine[1]], abs=1e-6)
+    credited = dict(zip(own_calls[0], advantages(whole, *pair, gamma=gamma), strict=True))
+    assert advantages(whole[shuffled], *pair, gamma=gamma) == pytest.approx([credited[n] for n in own_calls[1]], abs=1e-6)
 
     calls = whole.with_columns(assignment.call_rewards(whole), own.alias("Own"))
-    assert assignment.discounted(calls, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx([sum(one) for one in rollouts], abs=1e-9)
+    assert assignment.discounted(calls, 1.0).filter(whole["Turn"] == 0).to_list() == pytest.approx(
+        [sum(rewards) for rewards in rollouts], abs=1e-9
+    )
     by_hand = [sum(gamma**k * reward for k, reward in enumerate(rewards[turn:])) for rewards in rollouts for turn in range(len(rewards))]
     assert assignment.discounted(calls, gamma).to_list() == pytest.approx(by_hand, abs=1e-9)
 
@@ -301,8 +303,8 @@ def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: Cre
             transition_row("lost", 1, rewards=(0.0,)),
         ]
     )
-    found = assignment.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
-    assert found.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)
+    credited = assignment.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
+    assert credited.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)
 
 
 SCOPES = [
@@ -316,37 +318,37 @@ SCOPES = [
 
 @pytest.mark.parametrize(("scope", "seen"), [("group", [1, 0]), ("batch", [1, 0, 1, 1]), ("all", [1, 0, 1, 1, 3])])
 def test_advantages_scope_selects_compared_values(scope: Scope, seen: list[float]):
-    rows, told = frame(SCOPES), list[float]()
+    rows, compared = frame(SCOPES), list[float]()
 
     def watch(units: Units) -> np.ndarray:
-        told.extend(units.values.tolist())
+        compared.extend(units.values.tolist())
         assert units.lengths.tolist() == [2] * len(units.values)
         return units.values + 10
 
-    found = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
-    assert told == seen
-    assert found.to_list() == [one["Rewards.Value"][0] + 10 if i < len(seen) else 0 for i, one in enumerate(SCOPES)]  # type: ignore[index]
+    credited = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
+    assert compared == seen
+    assert credited.to_list() == [row["Rewards.Value"][0] + 10 if i < len(seen) else 0 for i, row in enumerate(SCOPES)]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("scope", ["batch", "all"])
 def test_advantages_of_equal_values_skip_normalise(scope: Scope):
     rows = frame(SCOPES[2:4])
-    found = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
-    assert found.to_list() == [0, 0]
+    credited = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
+    assert credited.to_list() == [0, 0]
 
 
 def test_advantages_units_separate_rewards_by_name():
     names = {"Rewards.Name": ["reward", "style"]}
     rows = frame([transition_row("a", rewards=(1.0, 0.0), **names), transition_row("b", rewards=(0.0, 2.0), **names)])
-    told: list[Units] = []
+    compared: list[Units] = []
 
     def watch(units: Units) -> np.ndarray:
-        told.append(units)
+        compared.append(units)
         return units.values
 
     rule = CreditRule(reward_weights={"style": 0.5}, by_name=True, scope="batch")
     assignment.advantages(rows, rows["Policy"] == "policy", rule, normalise=watch)
-    (units,) = told
+    (units,) = compared
     assert {name: part.tolist() for name, part in units.named.items()} == {"reward": [1, 0], "style": [0, 2]}
     assert units.values.tolist() == [1, 1], "equal values, unlike parts: GDPO tells them apart"
 

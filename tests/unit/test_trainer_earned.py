@@ -28,7 +28,7 @@ class Call:
     """A call of a rollout, in order."""
 
     reward: float = 0.0
-    fate: str = KEPT
+    outcome: str = KEPT
 
 
 Rollouts = Sequence[Sequence[Call]]
@@ -38,8 +38,8 @@ LAST = 100.0
 
 def turns(rollout: Sequence[Call]) -> list[int]:
     """When each call was made: at its turn, or of a call that is none, at the next."""
-    counted = np.cumsum([call.fate != NO_TURN for call in rollout])
-    return [int(count) - (call.fate != NO_TURN) for call, count in zip(rollout, counted, strict=True)]
+    counted = np.cumsum([call.outcome != NO_TURN for call in rollout])
+    return [int(count) - (call.outcome != NO_TURN) for call, count in zip(rollout, counted, strict=True)]
 
 
 def transitions(rollouts: Rollouts) -> pl.DataFrame:
@@ -52,8 +52,8 @@ def transitions(rollouts: Rollouts) -> pl.DataFrame:
         for order, (call, turn) in enumerate(zip(rollout, turns(rollout), strict=True)):
             identity = {**attempt, "CallId": f"r{name}-{order}"}
             given_rows.append({**identity, **about, "Name": "air", "Value": call.reward, "Source": "air"})
-            of_turn = None if call.fate == NO_TURN else turn
-            placed.append({**identity, "Order": order, "ChoiceIndex": 0, "Turn": of_turn, "Kept": call.fate == KEPT})
+            of_turn = None if call.outcome == NO_TURN else turn
+            placed.append({**identity, "Order": order, "ChoiceIndex": 0, "Turn": of_turn, "Kept": call.outcome == KEPT})
     rows = pl.DataFrame(placed, schema_overrides={"Turn": pl.Int64, "Attempt": pl.UInt16})
     lists = {row["CallId"]: row for row in spread(pl.DataFrame(given_rows, schema=dict(GIVEN)), rows).iter_rows(named=True)}
     kept = [
@@ -72,15 +72,15 @@ def values(
 ) -> dict[str, float]:
     """The value of each trained call, which the comparison is told and gives back."""
     own = pl.repeat(value=True, n=len(frame), eager=True) if trained is None else trained
-    told = list[np.ndarray]()
+    compared = list[np.ndarray]()
 
     def comparison(units: Units) -> np.ndarray:
-        told.append(units.values)
+        compared.append(units.values)
         return units.values
 
     result = advantages(frame, own, CreditRule(how, baseline, gamma, scope="all"), normalise=comparison)
     # Where all values are equal nothing is compared; such examples tell nothing.
-    return dict(zip(frame.filter(own)["CallId"], result, strict=True)) if told else {}
+    return dict(zip(frame.filter(own)["CallId"], result, strict=True)) if compared else {}
 
 
 ONE = [[Call(1.0), Call(2.0, DROPPED), Call(4.0, NO_TURN), Call(8.0)], [Call(16.0, DROPPED), Call(32.0, NO_TURN), Call(64.0)]]
@@ -126,8 +126,8 @@ def test_reward_weights_multiply_rewards_of_dropped_calls() -> None:
     frame = transitions(ONE)
     rule = CreditRule("reward_to_go", "turn", scope="all", reward_weights={"air": 0.5})
     own = pl.repeat(value=True, n=len(frame), eager=True)
-    found = advantages(frame, own, rule, normalise=lambda units: units.values)
-    assert found.to_list() == [LAST + 7.5, LAST + 4, LAST + 32]
+    computed = advantages(frame, own, rule, normalise=lambda units: units.values)
+    assert computed.to_list() == [LAST + 7.5, LAST + 4, LAST + 32]
 
 
 def test_chains_rewards_start_at_first_trained_call() -> None:
@@ -145,10 +145,10 @@ def test_chains_reward_of_masked_call_goes_to_predecessor() -> None:
     assert dict(zip(rows["CallId"], links.rewards, strict=True)) == {"r0-0": 3.0, "r0-2": LAST + 4, "r1-1": 16.0, "r1-2": LAST + 32}
 
 
-fates = st.sampled_from([KEPT, KEPT, DROPPED, NO_TURN])
-calls = st.builds(Call, st.integers(-8, 8).map(float), fates)
+outcomes = st.sampled_from([KEPT, KEPT, DROPPED, NO_TURN])
+calls = st.builds(Call, st.integers(-8, 8).map(float), outcomes)
 some_rollouts = st.lists(
-    st.lists(calls, min_size=1, max_size=6).filter(lambda rollout: any(call.fate == KEPT for call in rollout)), min_size=2, max_size=4
+    st.lists(calls, min_size=1, max_size=6).filter(lambda rollout: any(call.outcome == KEPT for call in rollout)), min_size=2, max_size=4
 )
 
 
@@ -164,16 +164,16 @@ def test_advantages_of_kept_calls_equal_those_of_whole_rollout(rollouts: Rollout
     own, togo = dict[str, float](), dict[str, float]()
     for name, rollout in enumerate(rollouts):
         when = turns(rollout)
-        last = max(at for at, call in enumerate(rollout) if call.fate == KEPT)
+        last = max(at for at, call in enumerate(rollout) if call.outcome == KEPT)
         for at, call in enumerate(rollout):
-            if call.fate != KEPT:
+            if call.outcome != KEPT:
                 continue
             own[f"r{name}-{at}"] = call.reward + LAST * (at == last)
             after = sum(gamma ** (when[later] - when[at]) * rollout[later].reward for later in range(at + 1, len(rollout)))
             togo[f"r{name}-{at}"] = call.reward + after + LAST * gamma ** (when[last] - when[at])
     frame = transitions(rollouts).sample(fraction=1.0, shuffle=True, seed=data.draw(st.integers(0, 9)))
-    for found, expected in ((values(frame, "own"), own), (values(frame, "reward_to_go", gamma=gamma), togo)):
-        assert not found or found == pytest.approx(expected)
+    for computed, expected in ((values(frame, "own"), own), (values(frame, "reward_to_go", gamma=gamma), togo)):
+        assert not computed or computed == pytest.approx(expected)
 
 
 @given(some_rollouts, st.data())

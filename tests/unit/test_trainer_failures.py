@@ -66,17 +66,19 @@ def test_failed_shares_by_reason_and_version() -> None:
 def test_failed_alarm_in_trainer_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Failing(FakeSource):
         def load(self, groups: list[Group]) -> Loaded:  # type: ignore[override]
-            found = super().load(groups)
+            loaded = super().load(groups)
             late = {group("c"), group("d"), group("e"), group("f")}
-            rollouts = [replace(one, failure=AttemptFailure.TIMEOUT.value) if one.group in late else one for one in found.rollouts]
-            return replace(found, rollouts=rollouts)
+            rollouts = [
+                replace(rollout, failure=AttemptFailure.TIMEOUT.value) if rollout.group in late else rollout for rollout in loaded.rollouts
+            ]
+            return replace(loaded, rollouts=rollouts)
 
     trainer = wired(settings(write_base(tmp_path / "base"), tmp_path / "policies"), Failing([*"abcdef"]))
     with caplog.at_level(logging.WARNING):
         trainer.run(follow=False)
     metrics = [version.metrics for version in trainer.ledger.versions()[1:]]
-    assert [one["failed_share"] for one in metrics] == [0.0, 1.0, 1.0]
-    assert [one["failed_alarm"] for one in metrics] == [0.0, 1.0, 1.0]
+    assert [recorded["failed_share"] for recorded in metrics] == [0.0, 1.0, 1.0]
+    assert [recorded["failed_alarm"] for recorded in metrics] == [0.0, 1.0, 1.0]
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == [describe(2, metrics[1], 0.5)]
     assert warned[0].startswith(

@@ -94,9 +94,9 @@ def test_minus_greedy_advantage_is_return_less_mean_greedy_return(rewards: list[
     baselines = [{**greedy(reward), **names, "RolloutId": f"greedy-{i}"} for i, reward in enumerate(of_greedy)]
     random.shuffle(rows)
     frame = assignment.with_greedy(pl.DataFrame(rows), pl.DataFrame(baselines))
-    found = assignment.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
+    advantages = assignment.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
     mean = sum(of_greedy) / len(of_greedy)
-    assert found.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
+    assert advantages.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
 
 
 def test_minus_greedy_weights_rewards_on_both_sides():
@@ -107,10 +107,10 @@ def test_minus_greedy_weights_rewards_on_both_sides():
     ]
     frame = pl.DataFrame(turns, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
     rows = assignment.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.credit.reward_weights)
-    found = assignment.advantages(
+    advantages = assignment.advantages(
         rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.credit.reward_weights), normalise=minus_greedy
     )
-    assert found.to_list() == [0.0, 0.0, 0.5]
+    assert advantages.to_list() == [0.0, 0.0, 0.5]
 
 
 @dataclass
@@ -120,14 +120,14 @@ class WithGreedy(FakeSource):
     returns: dict[str, float | None] = field(default_factory=dict)
 
     def load(self, groups: Sequence[Group]) -> Loaded:
-        found = super().load(groups)
-        facts = found.transitions.row(0, named=True)
+        loaded_groups = super().load(groups)
+        facts = loaded_groups.transitions.row(0, named=True)
         rows = [
-            greedy(worth, GroupId=one.group_id, BuildSpec=SPEC, **{name: facts[name] for name in ("TokenizerHash", "Version")})
-            for one in groups
-            if (worth := self.returns[one.group_id]) is not None
+            greedy(worth, GroupId=group.group_id, BuildSpec=SPEC, **{name: facts[name] for name in ("TokenizerHash", "Version")})
+            for group in groups
+            if (worth := self.returns[group.group_id]) is not None
         ]
-        return replace(found, greedy=pl.DataFrame(rows, schema=pl.DataFrame([greedy()]).schema))
+        return replace(loaded_groups, greedy=pl.DataFrame(rows, schema=pl.DataFrame([greedy()]).schema))
 
 
 def test_remax_trainer_step_uses_greedy_returns(tmp_path: Path):

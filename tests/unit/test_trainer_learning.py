@@ -139,29 +139,29 @@ def numbered(real: int, padding: int) -> Batch:
 
 
 @given(st.integers(1, 20), st.integers(0, 3), st.integers(1, 6), st.integers(1, 4), st.randoms())
-def test_split_and_take_share_rows_among_mini_batches(real: int, padding: int, count: int, divisor: int, dice: Any):
+def test_split_and_take_share_rows_among_mini_batches(real: int, padding: int, count: int, divisor: int, chance: Any):
     order = list(range(real))
-    dice.shuffle(order)
+    chance.shuffle(order)
     batch = numbered(real, padding)
-    found = [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
-    assert len(found) == min(count, real)
-    assert max(one.real_rows for one in found) - min(one.real_rows for one in found) <= 1
+    parts = [take(batch, rows, divisor=divisor) for rows in split(batch, order, count)]
+    assert len(parts) == min(count, real)
+    assert max(part.real_rows for part in parts) - min(part.real_rows for part in parts) <= 1
     seen: list[int] = []
-    for one in found:
-        rows, kept = len(one.prompts), one.real_rows
+    for part in parts:
+        rows, kept = len(part.prompts), part.real_rows
         assert rows % divisor == 0
         assert rows - kept < divisor
-        numbers = one.prompts[:kept, 0].tolist()
-        for array in (one.responses, one.logprobs, one.advantages, one.temperature[:, None], one.old_logprobs, one.weights):
+        numbers = part.prompts[:kept, 0].tolist()
+        for array in (part.responses, part.logprobs, part.advantages, part.temperature[:, None], part.old_logprobs, part.weights):
             assert array is not None
             assert array[:kept, 0].tolist() == numbers
-        for array in (one.versions, one.staleness):
+        for array in (part.versions, part.staleness):
             assert (array[:kept, 0].tolist(), array[kept:].tolist()) == (numbers, [[-1, -1]] * (rows - kept))
-        for row_numbers in (one.rollout, one.group):
+        for row_numbers in (part.rollout, part.group):
             assert row_numbers.tolist() == numbers + [-1] * (rows - kept)
-        assert one.reference_logprobs is None
-        assert not one.response_mask[kept:].any(), "no-op rows"
-        assert one.attention_mask[kept:].sum(axis=1).tolist() == [1] * (rows - kept)
-        assert one.temperature[kept:].tolist() == [1] * (rows - kept)
+        assert part.reference_logprobs is None
+        assert not part.response_mask[kept:].any(), "no-op rows"
+        assert part.attention_mask[kept:].sum(axis=1).tolist() == [1] * (rows - kept)
+        assert part.temperature[kept:].tolist() == [1] * (rows - kept)
         seen += numbers
     assert seen == [row + 1 for row in order]

@@ -18,20 +18,20 @@ LIMITS = LogprobLimits(mean=0.05, p99=0.5, pearson=0.98, k3=0.005)
 
 def noisy(rows: int, tokens: int, seed: int = 0) -> tuple[Any, Any, Any]:
     """Recorded logprobs, the trainer's with a little rounding, and a mask that is true everywhere."""
-    dice = np.random.default_rng(seed)
-    recorded = np.log(dice.uniform(0.05, 0.95, (rows, tokens)))
-    return recorded, recorded + dice.normal(0, 0.01, recorded.shape), np.ones((rows, tokens), bool)
+    generator = np.random.default_rng(seed)
+    recorded = np.log(generator.uniform(0.05, 0.95, (rows, tokens)))
+    return recorded, recorded + generator.normal(0, 0.01, recorded.shape), np.ones((rows, tokens), bool)
 
 
 def test_statistics_of_two_tokens_are_the_formulas():
-    found = statistics(np.log([0.5, 0.25]), np.log([0.5, 0.5]), (0.2, 0.2))
+    computed = statistics(np.log([0.5, 0.25]), np.log([0.5, 0.5]), (0.2, 0.2))
     gap = math.log(2)
-    assert found["logprob_gap_mean"] == pytest.approx(gap / 2)
-    assert found["logprob_gap_max"] == pytest.approx(gap)
-    assert found["logprob_gap_p99"] == pytest.approx(0.99 * gap)
-    assert found["rollout_kl_k3"] == pytest.approx((2 - 1 - gap) / 2)
-    assert found["outside_clip"] == 0.5
-    assert found["probs_pearson"] == 1, "constant probabilities have no correlation to lose"
+    assert computed["logprob_gap_mean"] == pytest.approx(gap / 2)
+    assert computed["logprob_gap_max"] == pytest.approx(gap)
+    assert computed["logprob_gap_p99"] == pytest.approx(0.99 * gap)
+    assert computed["rollout_kl_k3"] == pytest.approx((2 - 1 - gap) / 2)
+    assert computed["outside_clip"] == 0.5
+    assert computed["probs_pearson"] == 1, "constant probabilities have no correlation to lose"
 
 
 def test_statistics_pearson_matches_verl():
@@ -52,8 +52,8 @@ def test_statistics_k3_is_capped_and_finite():
 
 def test_logprob_metrics_by_staleness_omit_empty_classes():
     recorded, staleness = np.zeros(4), np.array([0, 0, 1, 3], np.int16)
-    found = metrics(recorded, np.array([0.1, 0.3, 1.0, 2.0]), staleness, (0.2, 0.2))
-    means = {name.removeprefix("logprob_gap_mean"): value for name, value in found.items() if name.startswith("logprob_gap_mean")}
+    computed = metrics(recorded, np.array([0.1, 0.3, 1.0, 2.0]), staleness, (0.2, 0.2))
+    means = {name.removeprefix("logprob_gap_mean"): value for name, value in computed.items() if name.startswith("logprob_gap_mean")}
     assert means == pytest.approx({"": 0.85, "_staleness_0": 0.2, "_staleness_1": 1.0, "_staleness_2plus": 2.0})
     assert "logprob_gap_mean_staleness_1" not in metrics(recorded[:2], recorded[:2], staleness[:2], (0.2, 0.2))
 

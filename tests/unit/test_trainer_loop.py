@@ -134,8 +134,8 @@ def test_trainer_calls_over_max_tokens_per_device_are_masked_and_logged(tmp_path
     assert (batch.token_counts, batch.advantages[:, 0].tolist()) == ([4] * 4, [1.0, -1.0, 1.0, -1.0]), "rewards on the long calls count"
     newest = loop.newest_version(trainer.ledger)
     assert (newest.metrics["transitions"], newest.metrics["masked_too_long"]) == (4, 4)
-    told = "4 calls are masked (too_long; trainer.max_tokens_per_device = 9), though their rewards count: transition-a-0-1, "
-    assert told in caplog.text
+    message = "4 calls are masked (too_long; trainer.max_tokens_per_device = 9), though their rewards count: transition-a-0-1, "
+    assert message in caplog.text
     assert "4 transitions, 4 calls masked, return +0.50" in caplog.text
 
 
@@ -157,15 +157,15 @@ def test_trainer_skip_equal_groups_skips_and_refills(tmp_path: Path, base: Path)
 def test_trainer_merge_trains_same_tokens_in_fewer_rows(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     prompts = [[1, 2], [1, 2, 4, 5, 6], [9, 9]]
-    found = {}
+    measured = {}
     for merged in (False, True):
         optimizer = FakeOptimizer()
         trainer = wired(settings(base, tmp_path / str(merged), merge=merged), Turns(prompts), optimizer)
         trainer.run(follow=False)
         metrics = loop.newest_version(trainer.ledger).metrics
-        found[merged] = {name: metrics[name] for name in ("transitions", "sequences", "tokens", "trained_tokens", "merge_ratio")}
+        measured[merged] = {name: metrics[name] for name in ("transitions", "sequences", "tokens", "trained_tokens", "merge_ratio")}
         assert int(optimizer.batches[0].response_mask.sum()) == 24
-    assert found == {
+    assert measured == {
         False: {"transitions": 12, "sequences": 12, "tokens": 60, "trained_tokens": 24, "merge_ratio": 1},
         True: {"transitions": 12, "sequences": 8, "tokens": 44, "trained_tokens": 24, "merge_ratio": 60 / 44},
     }
@@ -370,7 +370,7 @@ def test_trainer_does_not_publish_version_that_another_continued(tmp_path: Path,
 
 def test_trainer_overtaken_loads_head_once_and_frees_old_optimizer(tmp_path: Path, base: Path):
     chosen = settings(base, tmp_path / "policies")
-    ours, theirs = wired(chosen, FakeSource([*"abcdef"])), wired(chosen, FakeSource([*"abcd"]))
+    ours, other = wired(chosen, FakeSource([*"abcdef"])), wired(chosen, FakeSource([*"abcd"]))
     loads, held = list[tuple[int, bool]](), list[weakref.ref[Any]]()
 
     def load(version: LedgerVersion) -> FakeOptimizer:
@@ -378,14 +378,14 @@ def test_trainer_overtaken_loads_head_once_and_frees_old_optimizer(tmp_path: Pat
         return trainers.restored(version, ours.ledger, ours.source, chosen)
 
     ours.load_optimizer, ours.optimizer = load, None
-    theirs.run(follow=False)
+    other.run(follow=False)
     ours.run(follow=False)
     assert loads == [(2, False)], "what was the head when it began is not loaded"
     held.append(weakref.ref(ours.optimizer))
-    for source in (theirs.source, ours.source):
-        source.names = [*"abcdefgh"] if source is theirs.source else [*"abcdefghij"]  # type: ignore[attr-defined]
+    for source in (other.source, ours.source):
+        source.names = [*"abcdefgh"] if source is other.source else [*"abcdefghij"]  # type: ignore[attr-defined]
         source.changes |= dict.fromkeys(source.names, source.changes["a"])  # type: ignore[attr-defined]
-    theirs.run(follow=False)
+    other.run(follow=False)
     ours.run(follow=False)
     assert loads == [(2, False), (4, False)], "what it held is gone before as much again is loaded"
     assert isinstance(ours.optimizer, FakeOptimizer)

@@ -26,32 +26,32 @@ def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
     )
 
 
-def told(sequences: Sequences) -> list[tuple[list[str], str]]:
+def described(sequences: Sequences) -> list[tuple[list[str], str]]:
     """Each sequence's calls, by turn, and its tokens: the prompt | then sampled tokens in brackets."""
-    found = []
+    rows = []
     for i, calls in enumerate(sequences.calls.to_list()):
         begin, end = sequences.offsets[i], sequences.offsets[i + 1]
         words = [f"[{token}]" if on else str(token) for token, on in zip(sequences.ids[begin:end], sequences.mask[begin:end], strict=True)]
         words.insert(int(sequences.prompts[i]), "|")
-        found.append(([name.removeprefix("call-") for name in calls], " ".join(words)))
-    return found
+        rows.append(([name.removeprefix("call-") for name in calls], " ".join(words)))
+    return rows
 
 
 def merged(*rows: dict[str, object]) -> list[tuple[list[str], str]]:
-    return told(merge(frame(list(rows)), pl.Series([1.0] * len(rows))))
+    return described(merge(frame(list(rows)), pl.Series([1.0] * len(rows))))
 
 
 def test_merge_growing_conversation_is_one_sequence():
     rows = frame([call(0, [1, 2], [3, 4]), call(1, [1, 2, 3, 4, 5], [6]), call(2, [1, 2, 3, 4, 5, 6], [7, 8])])
-    found = merge(rows, pl.Series([0.5, -1.0, 2.0]))
-    assert told(found) == [(["a-0", "a-1", "a-2"], "1 2 | [3] [4] 5 [6] [7] [8]")]
-    assert found.logprobs.tolist() == [0, 0, -0.375, -0.5, 0, -0.75, -0.875, -1.0]
-    assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -1.0, 2.0, 2.0]
-    assert (found.offsets.tolist(), found.prompts.tolist(), found.temperature.tolist()) == ([0, 8], [2], [1.0])
-    assert found.versions.tolist() == [-1, -1, 0, 0, -1, 0, 0, 0]
-    assert (found.rollout.tolist(), found.group.tolist()) == ([0], [0])
-    assert (found.tokens, found.separate_tokens, found.trained_tokens, found.merge_ratio) == (8, 18, 5, 2.25)
-    assert (found.logprobs.dtype, found.ids.dtype) == (np.float32, np.uint32)
+    sequences = merge(rows, pl.Series([0.5, -1.0, 2.0]))
+    assert described(sequences) == [(["a-0", "a-1", "a-2"], "1 2 | [3] [4] 5 [6] [7] [8]")]
+    assert sequences.logprobs.tolist() == [0, 0, -0.375, -0.5, 0, -0.75, -0.875, -1.0]
+    assert sequences.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -1.0, 2.0, 2.0]
+    assert (sequences.offsets.tolist(), sequences.prompts.tolist(), sequences.temperature.tolist()) == ([0, 8], [2], [1.0])
+    assert sequences.versions.tolist() == [-1, -1, 0, 0, -1, 0, 0, 0]
+    assert (sequences.rollout.tolist(), sequences.group.tolist()) == ([0], [0])
+    assert (sequences.tokens, sequences.separate_tokens, sequences.trained_tokens, sequences.merge_ratio) == (8, 18, 5, 2.25)
+    assert (sequences.logprobs.dtype, sequences.ids.dtype) == (np.float32, np.uint32)
 
 
 def test_merge_rewritten_history_forks_sequences():
@@ -94,15 +94,15 @@ def test_merge_continues_longest_end():
 )
 def test_merge_joins_calls_of_same_rollout_policy_tokenizer_and_temperature_only(other: dict[str, Any]):
     rows = [call(0, [1], [2]), {**call(1, [1, 2, 3], [4]), **other}]
-    assert sorted(told(merge(frame(rows), pl.Series([1.0, 1.0])))) == [(["a-0"], "1 | [2]"), (["a-1"], "1 2 3 | [4]")]
+    assert sorted(described(merge(frame(rows), pl.Series([1.0, 1.0])))) == [(["a-0"], "1 | [2]"), (["a-1"], "1 2 3 | [4]")]
 
 
 def test_merge_calls_of_several_versions_keep_version_of_each_token():
     first = {**call(0, [1], [2, 2, 2]), "Versions.Start": [0, 1], "Versions.Version": [3, 4], "Version": 3}
     second = {**call(1, [1, 2, 2, 2, 5], [6, 6]), "Versions.Start": [0, 1], "Versions.Version": [4, 7], "Version": 4}
-    found = merge(frame([first, second]), pl.Series([1.0, 2.0]))
-    assert told(found) == [(["a-0", "a-1"], "1 | [2] [2] [2] 5 [6] [6]")]
-    assert found.versions.tolist() == [-1, 3, 4, 4, -1, 4, 7]
+    sequences = merge(frame([first, second]), pl.Series([1.0, 2.0]))
+    assert described(sequences) == [(["a-0", "a-1"], "1 | [2] [2] [2] 5 [6] [6]")]
+    assert sequences.versions.tolist() == [-1, 3, 4, 4, -1, 4, 7]
 
 
 def test_merge_compares_whole_ids_not_bytes():
@@ -114,10 +114,10 @@ def test_merge_compares_whole_ids_not_bytes():
 
 def test_separate_keeps_each_call_in_its_place():
     rows = frame([call(1, [1, 2, 3], [4]), call(0, [1], [2, 2])])
-    found = separate(rows, pl.Series([1.0, -1.0]))
-    assert told(found) == [(["a-1"], "1 2 3 | [4]"), (["a-0"], "1 | [2] [2]")]
-    assert found.advantages.tolist() == [0, 0, 0, 1, 0, -1, -1]
-    assert (found.merge_ratio, found.trained_tokens) == (1.0, 3)
+    separated = separate(rows, pl.Series([1.0, -1.0]))
+    assert described(separated) == [(["a-1"], "1 2 3 | [4]"), (["a-0"], "1 | [2] [2]")]
+    assert separated.advantages.tolist() == [0, 0, 0, 1, 0, -1, -1]
+    assert (separated.merge_ratio, separated.trained_tokens) == (1.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -160,32 +160,33 @@ def test_merge_trains_every_sampled_token_once_in_its_context(data: st.DataObjec
             ends.append(prompt + response)
     advantages = pl.Series([float(i + 1) for i in range(len(rows))], dtype=pl.Float64)
     whole = frame(rows) if rows else frame([call(0, [1], [1])]).clear()
-    found = merge(whole, advantages)
+    sequences = merge(whole, advantages)
 
     contexts = sorted(
         (tuple(row["PromptIds"]), tuple(row["ResponseIds"]), i + 1.0, versions_by_token(row))  # type: ignore[arg-type]
         for i, row in enumerate(rows)
     )
     seen = []
-    for i in range(len(found)):
+    for i in range(len(sequences)):
         ids, mask, worth, versions = (
-            values[found.offsets[i] : found.offsets[i + 1]].tolist() for values in (found.ids, found.mask, found.advantages, found.versions)
+            values[sequences.offsets[i] : sequences.offsets[i + 1]].tolist()
+            for values in (sequences.ids, sequences.mask, sequences.advantages, sequences.versions)
         )
         assert [version < 0 for version in versions] == [not on for on in mask]
-        assert not any(mask[: found.prompts[i]])
-        for value in sorted({one for one, on in zip(worth, mask, strict=True) if on}):
-            places = [place for place, one in enumerate(worth) if one == value]
+        assert not any(mask[: sequences.prompts[i]])
+        for value in sorted({value for value, on in zip(worth, mask, strict=True) if on}):
+            places = [place for place, other in enumerate(worth) if other == value]
             assert places == list(range(places[0], places[-1] + 1)), "a response is in one piece"
             response = slice(places[0], places[-1] + 1)
             seen.append((tuple(ids[: places[0]]), tuple(ids[response]), value, tuple(versions[response])))
     assert sorted(seen) == contexts
     alone = separate(whole, advantages)
-    assert (found.trained_tokens, found.separate_tokens) == (alone.trained_tokens, alone.tokens)
-    assert found.tokens <= alone.tokens
+    assert (sequences.trained_tokens, sequences.separate_tokens) == (alone.trained_tokens, alone.tokens)
+    assert sequences.tokens <= alone.tokens
     longest = [len(row["PromptIds"]) + len(row["ResponseIds"]) for row in rows]  # type: ignore[arg-type]
-    assert max(np.diff(found.offsets), default=0) == max(longest, default=0), "no sequence is longer than the longest call"
+    assert max(np.diff(sequences.offsets), default=0) == max(longest, default=0), "no sequence is longer than the longest call"
 
     order = data.draw(st.permutations(range(len(rows))))
     again = merge(whole[order], advantages[order])
-    assert told(again) == told(found)
-    assert (again.advantages.tolist(), again.logprobs.tolist()) == (found.advantages.tolist(), found.logprobs.tolist())
+    assert described(again) == described(sequences)
+    assert (again.advantages.tolist(), again.logprobs.tolist()) == (sequences.advantages.tolist(), sequences.logprobs.tolist())

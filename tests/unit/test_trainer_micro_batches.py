@@ -52,8 +52,8 @@ def test_split_to_beyond_number_of_units_raises():
 
 @pytest.mark.parametrize("kind", ["lognormal", "one long row"])
 def test_padded_partition_at_real_lengths_wastes_little(kind: str):
-    dice = np.random.default_rng(0)
-    lengths = dice.lognormal(np.log(3000) - 0.32, 0.8, 256) if kind == "lognormal" else np.r_[16000, np.full(255, 300)]
+    generator = np.random.default_rng(0)
+    lengths = generator.lognormal(np.log(3000) - 0.32, 0.8, 256) if kind == "lognormal" else np.r_[16000, np.full(255, 300)]
     lengths = np.clip(lengths, 50, 16384).astype(int).tolist()
     parts = padded_partition(lengths, 16384)
     padded = [len(part) * max(lengths[row] for row in part) for part in parts]

@@ -49,7 +49,7 @@ def test_next_batch_is_loaded_and_filtered_groups_skipped_while_step_is_under_wa
     source = FakeSource([*"ab"])
     loads: list[list[str]] = []
     load = source.load
-    source.load = lambda groups: (loads.append([one.group_id for one in groups]), load(groups))[1]  # type: ignore[method-assign]
+    source.load = lambda groups: (loads.append([group.group_id for group in groups]), load(groups))[1]  # type: ignore[method-assign]
 
     def happened(step: int) -> bool:
         if step == 1 and len(source.names) == 2:
@@ -98,7 +98,7 @@ def test_version_is_published_beside_next_step_only_where_rollouts_may_be_older(
             source.names, source.changes = [*"cd"], dict.fromkeys("cd", source.changes["a"])
     trainer.follow_ups.wait()
     assert (len(committed(trainer)), publisher.served("policy")) == (3, 2)
-    assert [one.version for one in trainer.mirror.written][-2:] == [1, 2], "in the order of the commits"  # type: ignore[attr-defined]
+    assert [version.version for version in trainer.mirror.written][-2:] == [1, 2], "in the order of the commits"  # type: ignore[attr-defined]
 
 
 def test_follow_ups_after_failure_are_skipped_and_error_is_raised():
@@ -153,22 +153,22 @@ def test_lookahead_during_store_hang_delays_no_stop():
 
 
 def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_step(caplog: pytest.LogCaptureFixture):
-    looks = 0
+    calls = 0
 
     def look() -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 1:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
             raise StoreError("the store does not answer.")
-        if looks == 3:
+        if calls == 3:
             raise SpangradError("too many groups have failed")
 
     lookahead = Lookahead(look, lambda: True)
     with lookahead.beside():
         end = time.monotonic() + SECONDS
-        while looks < 3 and time.monotonic() < end:
+        while calls < 3 and time.monotonic() < end:
             time.sleep(0.001)
     with pytest.raises(SpangradError, match="too many groups"):
         lookahead.check()
     lookahead.check()
-    assert (looks, caplog.text.count("does not answer")) == (3, 1)
+    assert (calls, caplog.text.count("does not answer")) == (3, 1)

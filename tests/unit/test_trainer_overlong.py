@@ -38,8 +38,8 @@ def frame(*rows: dict[str, object]) -> pl.DataFrame:
 @pytest.mark.parametrize(("tokens", "by_hand"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0), (900, -1.0)])
 def test_punishment_matches_dapo_equation_13(tokens: int, by_hand: float):
     """L_max 20, L_cache 4: nothing up to 16 tokens, then a quarter a token, 1 from 20 on."""
-    found = pl.DataFrame({"n": [tokens]}, schema={"n": pl.UInt32}).select(punishment(pl.col("n"), 20, 4)).item()
-    assert found == by_hand
+    computed = pl.DataFrame({"n": [tokens]}, schema={"n": pl.UInt32}).select(punishment(pl.col("n"), 20, 4)).item()
+    assert computed == by_hand
 
 
 def test_with_overlong_adds_reward_to_long_calls_of_policy_only():
@@ -47,14 +47,14 @@ def test_with_overlong_adds_reward_to_long_calls_of_policy_only():
         call("a", 0, 18, rewards=(1.0,)), call("a", 1, 3), call("b", 0, 30, Policy="other"), call("b", 1, 40, rewards=(0.5, 0.25)),
     )  # fmt: skip
     own = rows["Policy"] == "policy"
-    found = with_overlong(rows, own, trainer_settings(overlong_tokens=20, overlong_buffer=4))
-    assert found["Rewards.Name"].to_list() == [["reward", "overlong"], [], [], ["reward", "reward", "overlong"]]
-    assert found["Rewards.Value"].to_list() == [[1.0, -0.5], [], [], [0.5, 0.25, -1.0]]
-    assert found["Rewards.CallId"].list.len().to_list()[1:3] == [0, 0]
-    assert found["Rewards.CallId"].to_list()[0][-1] == rows["CallId"][0]
-    assert assignment.returns(found)["Return"].to_list() == [0.5, -0.25]
-    assert assignment.returns(found, {"overlong": 0.5})["Return"].to_list() == [0.75, 0.25]
-    assert found.schema == rows.schema
+    rewarded = with_overlong(rows, own, trainer_settings(overlong_tokens=20, overlong_buffer=4))
+    assert rewarded["Rewards.Name"].to_list() == [["reward", "overlong"], [], [], ["reward", "reward", "overlong"]]
+    assert rewarded["Rewards.Value"].to_list() == [[1.0, -0.5], [], [], [0.5, 0.25, -1.0]]
+    assert rewarded["Rewards.CallId"].list.len().to_list()[1:3] == [0, 0]
+    assert rewarded["Rewards.CallId"].to_list()[0][-1] == rows["CallId"][0]
+    assert assignment.returns(rewarded)["Return"].to_list() == [0.5, -0.25]
+    assert assignment.returns(rewarded, {"overlong": 0.5})["Return"].to_list() == [0.75, 0.25]
+    assert rewarded.schema == rows.schema
     assert with_overlong(rows, own, TrainerSettings()).equals(rows)
 
 
@@ -92,8 +92,8 @@ def test_masks_of_truncated_calls_keep_them_in_baseline(truncated: Any, trained:
     assert metrics["masked_truncated"] == 4 - trained
     assert metrics["return_std"] == pytest.approx((1 / 6) ** 0.5)
     assert batch.advantages[-2:, 0].tolist() == [0.5, 0.0]
-    told = batch_metrics(loaded, settings, [0])
-    assert (told["truncated_share"], told["response_tokens_mean"], told["response_tokens_p95"]) == (0.25, 2.25, 3.0)
+    reported = batch_metrics(loaded, settings, [0])
+    assert (reported["truncated_share"], reported["response_tokens_mean"], reported["response_tokens_p95"]) == (0.25, 2.25, 3.0)
 
 
 @pytest.mark.parametrize(("tokens", "buffer"), [(20, 0), (0, 4), (4, 20)])
@@ -110,5 +110,5 @@ def test_dapo_settings_of_docs_page_are_complete_and_supported():
     learning.check(settings)
     assert (settings.loss.clip_ratio_high, settings.sampling.skip_equal_groups, settings.sampling.truncated) == (0.28, True, "mask")
     tokens = pl.DataFrame({"n": [16384, 17408, 18432, 20480]})
-    found = tokens.select(punishment(pl.col("n"), settings.credit.overlong_tokens, settings.credit.overlong_buffer)).to_series()
-    assert found.to_list() == [0.0, -0.25, -0.5, -1.0], "the table of the page"
+    rewards = tokens.select(punishment(pl.col("n"), settings.credit.overlong_tokens, settings.credit.overlong_buffer)).to_series()
+    assert rewards.to_list() == [0.0, -0.25, -0.5, -1.0], "the table of the page"

@@ -30,25 +30,25 @@ def states(*names: str, built: int = 2, size: int = 2, mode: str = "train") -> l
 
 
 def plan(of: Sequence[GroupState], past: LedgerHistory = FRESH, chosen: TrainerSettings = SETTINGS, **facts: object) -> TrainPlan:
-    source = FakeSource([one.group.group_id for one in of])
-    made = planned(of, source.load, past, chosen)
+    source = FakeSource([state.group.group_id for state in of])
+    group_plans = planned(of, source.load, past, chosen)
     fixed = {"policy": "policy", "branch": "main", "run_id": "run", "build_spec": "spec", "version": past.lineage[-1]}
-    return TrainPlan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": made, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
+    return TrainPlan(**{**fixed, "groups_per_batch": 2, "in_flight": 4, "groups": group_plans, "unbuilt": 0, "elsewhere": (), **facts})  # type: ignore[arg-type]
 
 
-def fates(made: TrainPlan) -> dict[str, tuple[str, int | None, str | None]]:
-    return {one.group_id: (one.outcome.value, one.batch, one.reason) for one in made.groups}
+def outcomes(reported: TrainPlan) -> dict[str, tuple[str, int | None, str | None]]:
+    return {row.group_id: (row.outcome.value, row.batch, row.reason) for row in reported.groups}
 
 
 def test_planned_later_batches_age_with_earlier_versions():
     """All were sampled by version 0; the third batch would train version 2, which is one too far."""
-    made = plan(states("a", "b", "c", "d", "e", "f", "g"))
+    reported = plan(states("a", "b", "c", "d", "e", "f", "g"))
     stale = ("skipped", None, SkipReason.STALE)
     first, second = ("batch", 1, None), ("batch", 2, None)
-    assert fates(made) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
-    assert made.batches == 2
-    assert made.summary == "2 batches of 2 groups would be trained: 3 groups are skipped (3 stale)."
-    assert made.demand == "4 more groups are needed: 4 are to be in flight, 0 are there; 3 groups are skipped (3 stale)."
+    assert outcomes(reported) == {"a": first, "b": first, "c": second, "d": second, "e": stale, "f": stale, "g": stale}
+    assert reported.batches == 2
+    assert reported.summary == "2 batches of 2 groups would be trained: 3 groups are skipped (3 stale)."
+    assert reported.demand == "4 more groups are needed: 4 are to be in flight, 0 are there; 3 groups are skipped (3 stale)."
 
 
 def test_planned_every_reason_not_to_train_is_reported():
@@ -58,19 +58,19 @@ def test_planned_every_reason_not_to_train_is_reported():
     ]  # fmt: skip
     busy = ("train", "busy")
     past = LedgerHistory((0, 1), TOKENIZER, frozenset({("train", "old"), busy}), frozenset({busy}), {group("gone"): SkipReason.GREEDY})
-    made = plan(of, past, unbuilt=1)
-    assert fates(made) == {
+    reported = plan(of, past, unbuilt=1)
+    assert outcomes(reported) == {
         "left": ("left", None, None), "gone": ("skipped", None, SkipReason.GREEDY), "whole": ("waiting", None, None),
         "": ("no_group", None, None), "held": ("other_mode", None, None), "busy": ("under_way", None, None), "old": ("trained", None, None),
     }  # fmt: skip
-    assert made.summary == (
+    assert reported.summary == (
         "there is nothing to train: 1 group is ready and a batch takes 2 (trainer.sampling.groups_per_batch); 1 group waits for 3 "
         "rollouts to be "
         "built; 1 rollout ended and not built (`spangrad build`); 1 group is skipped (1 greedy); 5 rollouts without a group "
         "(docs/guides/training.md); 1 group is of mode validate; 1 group is in a running step; 1 group trained before."
     )
-    assert made.missing_groups == 1
-    assert made.demand == "1 more group is needed: 4 are to be in flight, 3 are there; 1 group is skipped (1 greedy)."
+    assert reported.missing_groups == 1
+    assert reported.demand == "1 more group is needed: 4 are to be in flight, 3 are there; 1 group is skipped (1 greedy)."
     assert plan(of, past, in_flight=3).demand == ""
 
 
@@ -98,9 +98,10 @@ def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
 
 def test_planned_empty_store_names_other_runs():
     assert plan([]).summary == "there is nothing to train: nothing is built of run 'run' by specification spec."
-    told = plan([], elsewhere=("3 rollouts of run 'default'",)).summary
+    summary = plan([], elsewhere=("3 rollouts of run 'default'",)).summary
     assert (
-        told == "there is nothing to train: nothing is built of run 'run' by specification spec; the store has 3 rollouts of run 'default'."
+        summary
+        == "there is nothing to train: nothing is built of run 'run' by specification spec; the store has 3 rollouts of run 'default'."
     )
 
 
@@ -112,16 +113,17 @@ def test_planned_batches_equal_those_of_run(tmp_path: Path, staleness: int, skip
     source = FakeSource(names, changes={"g1": {"Temperature": 0.0}, "g2": {"Rewards.Value": [0.5]}})
     trainer = wired(chosen, source)
     past = replace(FRESH, tokenizer_hash=loop.newest_version(trainer.ledger).tokenizer_hash)
-    made = planned(states(*names), source.load, past, chosen.trainer)
+    group_plans = planned(states(*names), source.load, past, chosen.trainer)
     trainer.run(follow=False)
     batches: dict[int, list[str]] = {}
-    for one in trainer.ledger.versions()[1:]:
-        batches[one.version] = sorted({row.group.group_id for row in trainer.ledger.batch(one.policy_version.batch_id or "")})
+    for version in trainer.ledger.versions()[1:]:
+        batches[version.version] = sorted({row.group.group_id for row in trainer.ledger.batch(version.policy_version.batch_id or "")})
     assert batches == {
-        number: sorted(one.group_id for one in made if one.batch == number) for number in {one.batch for one in made if one.batch}
+        number: sorted(group_plan.group_id for group_plan in group_plans if group_plan.batch == number)
+        for number in {group_plan.batch for group_plan in group_plans if group_plan.batch}
     }
-    skips = {group(one.group_id): one.reason for one in made if one.outcome is GroupOutcome.SKIPPED}
+    skips = {group(group_plan.group_id): group_plan.reason for group_plan in group_plans if group_plan.outcome is GroupOutcome.SKIPPED}
     ran = trainer.ledger.skips.reasons()
-    assert {one: skips[one] for one in ran} == ran, "a run skips only what was planned"
+    assert {skipped: skips[skipped] for skipped in ran} == ran, "a run skips only what was planned"
     # What is left over at the end is looked at by the plan alone: a run waits for others first.
-    assert all(reason is SkipReason.STALE for one, reason in skips.items() if one not in ran)
+    assert all(reason is SkipReason.STALE for skipped, reason in skips.items() if skipped not in ran)

@@ -71,11 +71,11 @@ def exact_gradient(policy: Floats) -> Floats:
 def estimates(policy: Floats, processed: Floats, threshold: str = "2.0") -> tuple[Floats, Floats]:
     """Return the expected gradients with the correction and without it, the PPO ratio being 1 at the step's start in both."""
     batch, logprobs = of_tokens(policy, processed)
-    made, _ = corrected(batch, logprobs, threshold)
-    assert made.old_logprobs is not None
-    assert made.weights is not None
-    assert np.allclose(made.old_logprobs, logprobs), "a ratio against mu would be what top-p did"
-    weights = made.weights[:, 0].astype(np.float64)
+    corrected_batch, _ = corrected(batch, logprobs, threshold)
+    assert corrected_batch.old_logprobs is not None
+    assert corrected_batch.weights is not None
+    assert np.allclose(corrected_batch.old_logprobs, logprobs), "a ratio against mu would be what top-p did"
+    weights = corrected_batch.weights[:, 0].astype(np.float64)
     return expected_gradient(policy, processed, weights), expected_gradient(policy, processed, np.ones(len(weights)))
 
 
@@ -108,9 +108,9 @@ def test_corrected_estimates_of_samples_converge() -> None:
     policy, processed = softmax(LOGITS), nucleus(LOGITS, 0.9)
     batch, logprobs = of_tokens(policy, processed)
     weights = np.zeros(6)
-    made, metrics = corrected(batch, logprobs, "2.0")
-    assert made.weights is not None
-    weights[np.flatnonzero(processed)] = made.weights[:, 0]
+    corrected_batch, metrics = corrected(batch, logprobs, "2.0")
+    assert corrected_batch.weights is not None
+    weights[np.flatnonzero(processed)] = corrected_batch.weights[:, 0]
     drawn = np.random.default_rng(0).choice(6, 200_000, p=processed)
     estimate = ((weights * ADVANTAGES)[drawn, None] * (np.eye(6)[drawn] - policy)).mean(axis=0)
     exact, (with_it, without) = exact_gradient(policy), estimates(policy, processed)
@@ -135,12 +135,12 @@ def test_truncated_invalid_threshold_raises() -> None:
 
 def rows() -> pl.DataFrame:
     """Two rollouts of two calls, whose second call continues the first; in the second rollout with top-p."""
-    made = [
+    continued = [
         transition_row(rollout, turn, PromptIds=prompt, ResponseIds=[7, 8], Logprobs=[-0.1, -0.2], Reshaping=reshaping)
         for rollout, reshaping in (("a", ""), ("b", "top_p=0.9"))
         for turn, prompt in enumerate([[1, 2], [1, 2, 7, 8, 3]])
     ]
-    return pl.DataFrame([*made, transition_row("c", 0), transition_row("c", 1, PromptIds=[1, 2, 3, 4, 5], Reshaping="min_p=0.1")])
+    return pl.DataFrame([*continued, transition_row("c", 0), transition_row("c", 1, PromptIds=[1, 2, 3, 4, 5], Reshaping="min_p=0.1")])
 
 
 @pytest.mark.parametrize("how", [merge, separate])
@@ -161,14 +161,14 @@ def test_layout_marks_reshaped_rows_and_merge_keeps_them_apart(how: type[object]
 
 def test_corrected_leaves_other_rows_unchanged() -> None:
     batch = layout(separate(rows(), pl.Series(np.ones(6))), lineage=[0])
-    made, metrics = corrected(batch, np.full_like(batch.logprobs, -1.0), "2.0")
+    corrected_batch, metrics = corrected(batch, np.full_like(batch.logprobs, -1.0), "2.0")
     others = ~batch.reshaped
-    assert made.old_logprobs is not None
-    assert made.weights is not None
-    assert (made.old_logprobs[others] == batch.logprobs[others]).all()
-    assert (made.weights[others] == 1).all()
-    assert (made.old_logprobs[batch.reshaped] == -1).all()
-    assert made.weights[2].tolist() == pytest.approx([np.exp(-0.9), np.exp(-0.8)])
+    assert corrected_batch.old_logprobs is not None
+    assert corrected_batch.weights is not None
+    assert (corrected_batch.old_logprobs[others] == batch.logprobs[others]).all()
+    assert (corrected_batch.weights[others] == 1).all()
+    assert (corrected_batch.old_logprobs[batch.reshaped] == -1).all()
+    assert corrected_batch.weights[2].tolist() == pytest.approx([np.exp(-0.9), np.exp(-0.8)])
     assert metrics["reshaped_share"] == 0.5
 
 

@@ -31,9 +31,9 @@ ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32",
 
 @pytest.fixture
 def sender() -> Iterator[WeightsSender]:
-    made = WeightsSender(TrainerSettings())
-    yield made
-    made.close()
+    weights_sender = WeightsSender(TrainerSettings())
+    yield weights_sender
+    weights_sender.close()
 
 
 def ask(sender: WeightsSender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
@@ -61,8 +61,8 @@ def fetched(plan: dict[str, Any], **changes: Any) -> tuple[int, bytes, Any]:
 
 def test_sender_pieces_are_fetched_in_dtype_of_engine(sender: WeightsSender):
     held = np.concatenate([WEIGHTS["a"][:, 1:].reshape(-1), WEIGHTS["b"]])
-    with sender.offering(SOURCE) as said:
-        assert said == {"url": sender.url, "token": sender.token}
+    with sender.offering(SOURCE) as offer:
+        assert offer == {"url": sender.url, "token": sender.token}
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
             status, answer = ask(sender, "/transfers", {**ASKED, "dtype": dtype})
             plan = answer["update"]
@@ -159,8 +159,8 @@ def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, m
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with sender.offering(SOURCE):
-        status, said = ask(sender, "/transfers", {**ASKED, "over": "nccl"})
-    assert (status, "sees no GPU. Give it one of its own" in said) == (409, True)
+        status, message = ask(sender, "/transfers", {**ASKED, "over": "nccl"})
+    assert (status, "sees no GPU. Give it one of its own" in message) == (409, True)
 
 
 def test_sender_transfer_port_in_use_raises(sender: WeightsSender):

@@ -218,17 +218,17 @@ def test_best_metric_that_no_validation_gives_is_refused_with_those_that_exist(m
 
 def test_best_version_has_enough_rollouts_and_a_checkpoint(tmp_path: Path) -> None:
     chosen = trainer_settings(best_rollouts=8)
-    here = str(tmp_path)
+    directory = str(tmp_path)
 
-    def measured(number: int, value: float, rollouts: float = 8, path: str = here) -> LedgerVersion:
+    def measured(number: int, value: float, rollouts: float = 8, path: str = directory) -> LedgerVersion:
         return version(number, path, validate_return=value, validate_rollouts=rollouts)
 
-    few, gone = measured(1, 0.9, 7), measured(2, 0.9, path=f"{here}/pruned")
+    few, pruned = measured(1, 0.9, 7), measured(2, 0.9, path=f"{directory}/pruned")
     orphan = replace(measured(6, 0.9), status=VersionStatus.ORPHANED)
-    found = best([few, gone, measured(3, 0.5), measured(4, 0.5), measured(5, 0.1), orphan, version(7, here)], chosen)
-    assert found
-    assert describe_best(found, chosen) == "best: version 4, validate_return +0.500 over 8 held-out rollouts"
-    assert best([few, gone], chosen) is None
+    best_version = best([few, pruned, measured(3, 0.5), measured(4, 0.5), measured(5, 0.1), orphan, version(7, directory)], chosen)
+    assert best_version
+    assert describe_best(best_version, chosen) == "best: version 4, validate_return +0.500 over 8 held-out rollouts"
+    assert best([few, pruned], chosen) is None
 
 
 def test_grouped_gives_metrics_a_section() -> None:

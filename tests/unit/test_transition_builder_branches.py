@@ -114,10 +114,10 @@ def test_reconstruct_sub_agent_without_tool_begins_after_call_of_caller() -> Non
     spans = SpanFactory()
     planner = spans.span("planner", spans.root(), kind="AGENT")
     first = spans.call(spans.client(planner))
-    one = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
-    two = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
+    first_writer = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
+    second_writer = spans.call(spans.client(spans.span("writer", planner, kind="AGENT")))
     last = spans.call(spans.client(planner))
-    assert lines(spans) == {first: ("", 0), one: (first, 1), two: (first, 2), last: (first, 0)}
+    assert lines(spans) == {first: ("", 0), first_writer: (first, 1), second_writer: (first, 2), last: (first, 0)}
 
 
 def test_reconstruct_hand_over_continues_branch() -> None:
@@ -257,23 +257,23 @@ SHAPES = st.lists(
 )
 
 
-def grown(shape: list[tuple[str, int, str, int, int]]) -> SpanFactory:
+def forest(shape: list[tuple[str, int, str, int, int]]) -> SpanFactory:
     """Any forest of spans: each with a parent among those before it."""
     spans = SpanFactory()
-    made = [spans.root()]
-    spans.evaluation(made[0])
+    span_ids = [spans.root()]
+    spans.evaluation(span_ids[0])
     for kind, parent, process, seconds, token in shape:
-        above = made[parent % len(made)]
+        above = span_ids[parent % len(span_ids)]
         if kind == "call":
-            made.append(spans.call(above, **ids(*range(token + 1))))
+            span_ids.append(spans.call(above, **ids(*range(token + 1))))
             continue
         more: dict[str, Any] = {"process": process, "Duration": seconds * SECOND}
         if kind == "client":
-            made.append(spans.client(above, **more))
+            span_ids.append(spans.client(above, **more))
         elif kind == "POST":
-            made.append(spans.span("POST", above, **more))
+            span_ids.append(spans.span("POST", above, **more))
         else:
-            made.append(spans.span(f"{kind} {token}", above, kind=kind, **more))
+            span_ids.append(spans.span(f"{kind} {token}", above, kind=kind, **more))
     return spans
 
 
@@ -292,19 +292,19 @@ def shuffled_alike(spans: SpanFactory, random: Any) -> None:
 @settings(max_examples=80, deadline=None)
 @given(SHAPES, st.randoms(use_true_random=False))
 def test_reconstruct_is_independent_of_row_order(shape: list[tuple[str, int, str, int, int]], random: Any) -> None:
-    shuffled_alike(grown(shape), random)
+    shuffled_alike(forest(shape), random)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_reconstruct_tools_of_two_processes_without_calls_have_stable_order(seed: int) -> None:
     shape = [("TOOL", 0, "agent", 0, 0), ("TOOL", 0, "worker", 0, 0), ("AGENT", 0, "agent", 0, 0), ("AGENT", 0, "agent", 0, 0)]
-    shuffled_alike(grown([*shape, ("call", 0, "agent", 0, 0), ("call", 1, "agent", 0, 0)]), Random(seed))
+    shuffled_alike(forest([*shape, ("call", 0, "agent", 0, 0), ("call", 1, "agent", 0, 0)]), Random(seed))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_reconstruct_client_beside_equally_deep_spans_is_below_first(seed: int) -> None:
     shape = [("LLM", 0, "agent", 0, 0), ("LLM", 1, "agent", 0, 1), ("client", 0, "agent", 1, 1), ("LLM", 1, "agent", 0, 0)]
-    shuffled_alike(grown(shape), Random(seed))
+    shuffled_alike(forest(shape), Random(seed))
 
 
 @settings(max_examples=80, deadline=None)
@@ -312,7 +312,7 @@ def test_reconstruct_client_beside_equally_deep_spans_is_below_first(seed: int) 
 def test_reconstruct_puts_parents_first_and_ignores_clocks_of_other_processes(
     shape: list[tuple[str, int, str, int, int]], skew: float
 ) -> None:
-    spans = grown(shape)
+    spans = forest(shape)
     calls = place(spans).calls
     place_of = dict(calls.select("CallId", "Order").rows())
     for order, parent in calls.select("Order", "ParentCallId").rows():

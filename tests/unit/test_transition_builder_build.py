@@ -295,8 +295,8 @@ def test_build_span_delivered_twice_counts_once() -> None:
     once = build(spans.frames(), SPEC)
     spans.spans *= 2
     spans.calls *= 2
-    twice = build(spans.frames(), SPEC)
-    for left, right in ((once.transitions, twice.transitions), (once.drops, twice.drops), (once.rewards, twice.rewards)):
+    repeated = build(spans.frames(), SPEC)
+    for left, right in ((once.transitions, repeated.transitions), (once.drops, repeated.drops), (once.rewards, repeated.rewards)):
         assert_frame_equal(left, right)
     assert once.transitions.height == 2
 
@@ -346,12 +346,12 @@ def random_rollout(spans: SpanFactory, rollout: str, attempts: list[list[tuple[A
             spans.evaluation(root, 1.0)
         if last and end == "nan":
             spans.evaluation(root, "inf", name="other")
-        here = {"rollout": rollout, "attempt": attempt}
-        agent = spans.span("agent", root, kind="AGENT", **here)
+        attempt_facts = {"rollout": rollout, "attempt": attempt}
+        agent = spans.span("agent", root, kind="AGENT", **attempt_facts)
         for fault, link, choices, rewarded, tool_fails in calls:
-            client = spans.client(agent, **here)
-            parent = {"linked": spans.span("POST", client, **here), "root": root, "missing": "dead", "loop": "loop"}[link]
-            call = spans.call(parent, choices=choices, **here, **FAULTS[fault])
+            client = spans.client(agent, **attempt_facts)
+            parent = {"linked": spans.span("POST", client, **attempt_facts), "root": root, "missing": "dead", "loop": "loop"}[link]
+            call = spans.call(parent, choices=choices, **attempt_facts, **FAULTS[fault])
             if link == "loop":
                 spans.spans[-1]["ParentSpanId"] = spans.calls[-1]["ParentSpanId"] = call
             if link != "linked":  # without a parent link, the answer's id tells that the two are one call
@@ -359,7 +359,7 @@ def random_rollout(spans: SpanFactory, rollout: str, attempts: list[list[tuple[A
             if rewarded:
                 spans.evaluation(call, 0.5)
             if tool_fails:
-                spans.span("search", agent, kind="TOOL", status="Error", **here)
+                spans.span("search", agent, kind="TOOL", status="Error", **attempt_facts)
             of_rollout = {"failed": "attempt_failed", "incomplete": "incomplete"}.get(end, "")
             reason = (of_rollout or fault or ("no_reward" if end == "nan" else "")) if last else "superseded_attempt"
             for choice in range(choices):
@@ -398,21 +398,23 @@ def test_build_any_rollouts_conclude_every_call_once_and_keep_rewards(rollouts: 
     assert Counter(built.drops.filter(pl.col("CallId") == "")["RolloutId"]) == Counter(without_calls)
 
     trained = built.transitions.group_by("RolloutId").agg(pl.col("Rewards.Value").list.sum().sum().alias("return"))
-    said = built.rewards.group_by("RolloutId").agg(pl.col("Value").sum().alias("return"))
-    assert_frame_equal(trained.sort("RolloutId"), said.join(trained, on="RolloutId", how="semi").sort("RolloutId"))
+    rewarded = built.rewards.group_by("RolloutId").agg(pl.col("Value").sum().alias("return"))
+    assert_frame_equal(trained.sort("RolloutId"), rewarded.join(trained, on="RolloutId", how="semi").sort("RolloutId"))
 
     # What else is in a batch changes nothing.
     alone = [build(only(frames, row["RolloutId"]), spec) for row in frames.rollouts.iter_rows(named=True)]
     by = ["RolloutId", "Attempt", "CallId"]
-    assert_frame_equal(pl.concat([one.transitions for one in alone]).sort(by), built.transitions.sort(by))
-    assert_frame_equal(pl.concat([one.drops for one in alone]).sort(by), built.drops.sort(by))
+    assert_frame_equal(pl.concat([single.transitions for single in alone]).sort(by), built.transitions.sort(by))
+    assert_frame_equal(pl.concat([single.drops for single in alone]).sort(by), built.drops.sort(by))
 
 
 def only(frames: Frames, rollout: str) -> Frames:
-    mine = pl.col("RolloutKey") == rollout
-    traces = frames.spans.filter(mine)["TraceId"].unique()
+    of_rollout = pl.col("RolloutKey") == rollout
+    traces = frames.spans.filter(of_rollout)["TraceId"].unique()
     answers = frames.answers.filter(pl.col("TraceId").is_in(traces.implode()))
-    return Frames(frames.rollouts.filter(pl.col("RolloutId") == rollout), frames.spans.filter(mine), frames.calls.filter(mine), answers)
+    return Frames(
+        frames.rollouts.filter(pl.col("RolloutId") == rollout), frames.spans.filter(of_rollout), frames.calls.filter(of_rollout), answers
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -439,6 +441,6 @@ def test_build_call_of_shared_trace_is_trained_in_no_rollout() -> None:
         row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
     built = build(spans.frames(), BuilderSettings())
     assert built.transitions["RolloutId"].to_list() == ["a", "b"]
-    told = ("run", "train", "a", 0, nobodys, "gateway", "", "shared_trace", f"trace {spans.trace('shared')}")
+    expected = ("run", "train", "a", 0, nobodys, "gateway", "", "shared_trace", f"trace {spans.trace('shared')}")
     columns = ["RunId", "Mode", "RolloutId", "Attempt", "SpanId", "Convention", "AgentName", "Reason", "Detail"]
-    assert built.drops.select(columns).rows() == [told]
+    assert built.drops.select(columns).rows() == [expected]

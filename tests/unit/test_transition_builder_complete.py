@@ -29,9 +29,9 @@ class Arrivals:
         named = {"RunId": "run", "Mode": "train", "RolloutId": "r", "Attempt": attempt, "GroupId": "g", "GroupSize": 2, "TaskId": "t"}
         arrived = {"TraceId": f"t{attempt}", "SpanId": f"root{attempt}", "IngestedAt": SpanFactory.time(0)}
         self.roots.append(named | arrived | {"Calls": None, "Final": final, "Failure": ""} | facts)
-        return self.here(attempt, 0)
+        return self.present(attempt, 0)
 
-    def here(self, attempt: int, seconds: float, evaluations: int = 0, **facts: Any) -> Arrivals:
+    def present(self, attempt: int, seconds: float, evaluations: int = 0, **facts: Any) -> Arrivals:
         self.presence.append(
             {"RunId": "run", "RolloutKey": "r", "RolloutKeySource": "rollout", "Attempt": attempt, "TraceId": f"t{attempt}"}
             | {"Evaluations": evaluations, "LastArrival": SpanFactory.time(seconds)}
@@ -59,12 +59,12 @@ def test_decide_complete_with_counted_calls_and_reward() -> None:
     assert arrivals.verdict(1) == ("waiting", "")
     arrivals.calls(0, 1)
     assert arrivals.verdict(1) == ("waiting", "")
-    arrivals.here(0, 1, evaluations=1)
+    arrivals.present(0, 1, evaluations=1)
     assert arrivals.verdict(1) == ("complete", "")
 
 
 def test_decide_more_calls_than_counted_is_complete() -> None:
-    assert Arrivals().root(Calls=1).calls(0, 2).here(0, 0, 1).verdict(1) == ("complete", "")
+    assert Arrivals().root(Calls=1).calls(0, 2).present(0, 0, 1).verdict(1) == ("complete", "")
 
 
 @pytest.mark.parametrize("changes", [{"rewards_from": "rules"}, {"sql_rewards": ("brevity",)}])
@@ -84,7 +84,7 @@ def test_decide_failed_attempt_needs_calls_and_no_reward() -> None:
 
 
 def test_decide_after_wait_missing_calls_are_incomplete_and_missing_reward_complete() -> None:
-    short = Arrivals().root(Calls=3).calls(0, 2).here(0, 1, 1)
+    short = Arrivals().root(Calls=3).calls(0, 2).present(0, 1, 1)
     assert short.verdict(599.9) == ("waiting", "")
     assert short.verdict(600) == ("incomplete", "2 of 3 calls arrived within 600 s")
     assert Arrivals().root(Calls=1, Failure="crash").verdict(600) == (
@@ -97,10 +97,10 @@ def test_decide_after_wait_missing_calls_are_incomplete_and_missing_reward_compl
 
 
 def test_decide_without_call_count_is_complete_when_quiet() -> None:
-    arrivals = Arrivals().root().here(0, 0, 1)
+    arrivals = Arrivals().root().present(0, 0, 1)
     assert arrivals.verdict(29.9) == ("waiting", "")
     assert arrivals.verdict(30) == ("complete", "")
-    arrivals.here(0, 20)
+    arrivals.present(0, 20)
     assert arrivals.verdict(30) == ("waiting", "")
     assert arrivals.verdict(50) == ("complete", "")
     assert Arrivals().root().verdict(599) == ("waiting", "")
@@ -108,14 +108,14 @@ def test_decide_without_call_count_is_complete_when_quiet() -> None:
 
 
 def test_decide_calls_of_earlier_attempts_are_awaited_but_not_required() -> None:
-    arrivals = Arrivals().root(0, final=False, Calls=2, Failure="crash").calls(0, 1).root(1, Calls=1).calls(1, 1).here(1, 1, 1)
+    arrivals = Arrivals().root(0, final=False, Calls=2, Failure="crash").calls(0, 1).root(1, Calls=1).calls(1, 1).present(1, 1, 1)
     assert arrivals.verdict(1) == ("waiting", "")
     assert arrivals.verdict(600) == ("complete", "")
     assert arrivals.calls(0, 1).verdict(1) == ("complete", "")
 
 
 def test_decide_root_of_earlier_attempt_is_awaited() -> None:
-    arrivals = Arrivals().root(1, Calls=0).here(1, 0, 1)
+    arrivals = Arrivals().root(1, Calls=0).present(1, 0, 1)
     assert arrivals.verdict(1) == ("waiting", "")
     assert arrivals.verdict(600) == ("complete", "")
     assert arrivals.root(0, final=False, Calls=0).verdict(1) == ("complete", "")
@@ -129,7 +129,7 @@ def test_decide_two_roots_of_attempt_uses_final_one() -> None:
 
 
 def test_decide_rewards_of_earlier_attempt_do_not_count() -> None:
-    arrivals = Arrivals().root(0, final=False, Calls=0).here(0, 0, 1).root(1, Calls=0)
+    arrivals = Arrivals().root(0, final=False, Calls=0).present(0, 0, 1).root(1, Calls=0)
     assert arrivals.verdict(1) == ("waiting", "")
 
 
@@ -150,19 +150,19 @@ def test_decide_rollout_without_final_root_has_no_verdict() -> None:
     ],
 )
 def test_decide_calls_of_other_run_do_not_count(facts: dict[str, Any], verdict: str) -> None:
-    assert Arrivals().root(Calls=1).here(0, 0, 1).calls(0, 1, **facts).verdict(1) == (verdict, "")
+    assert Arrivals().root(Calls=1).present(0, 0, 1).calls(0, 1, **facts).verdict(1) == (verdict, "")
 
 
 @pytest.mark.parametrize(("shared", "owner"), [(False, [("run", "r", 1)]), (True, [])])
 def test_resolve_trace_shared_by_attempts_gives_no_owner(shared: bool, owner: list[tuple[str, str, int]]) -> None:
-    arrivals = Arrivals().here(1, 0)
+    arrivals = Arrivals().present(1, 0)
     if shared:
-        arrivals.here(0, 0, TraceId="t1")
+        arrivals.present(0, 0, TraceId="t1")
     foreign = arrivals.calls(9, 1, RunId="", RolloutKeySource="trace", RolloutKey="t1", TraceId="t1").counts
     rollouts = pl.DataFrame({"RunId": ["run"], "RolloutId": ["r"]})
     calls = pl.DataFrame(foreign, schema=dict(COUNTS))
     rows = pl.concat(
         [frame.select(*NAMES, RowKind=pl.lit("span")) for frame in (calls, pl.DataFrame(arrivals.presence, schema=dict(PRESENCE)))]
     )
-    found = resolve(calls, owners_at_hand(rows, empty(OWNERS)), rollouts)
-    assert found.select("RunId", "RolloutId", "Attempt").rows() == owner
+    resolved = resolve(calls, owners_at_hand(rows, empty(OWNERS)), rollouts)
+    assert resolved.select("RunId", "RolloutId", "Attempt").rows() == owner

@@ -22,7 +22,7 @@ def test_facts_count_each_span_once_and_date_last_delivery() -> None:
     begin = spans.time(0)
     rows = [row | {"IngestedAt": begin + timedelta(seconds=place)} for place, row in enumerate(spans.spans)]
     again = [row | {"IngestedAt": begin + timedelta(seconds=100)} for row in rows if row["SpanId"] in (root, calls[1])]
-    told = facts(pl.DataFrame(rows + again, schema=dict(ARRIVALS)))
+    tables = facts(pl.DataFrame(rows + again, schema=dict(ARRIVALS)))
 
     def at(seconds: int) -> datetime:
         return begin + timedelta(seconds=seconds)
@@ -30,15 +30,15 @@ def test_facts_count_each_span_once_and_date_last_delivery() -> None:
     first, second = (spans.trace(f"run.r.{attempt}") for attempt in (0, 1))
     same = ("run", "r", "rollout")
     known = ("g", 2, "t")
-    assert told.roots.schema == pl.Schema(dict(ROOTS))
-    assert told.roots.sort("Attempt").rows() == [
+    assert tables.roots.schema == pl.Schema(dict(ROOTS))
+    assert tables.roots.sort("Attempt").rows() == [
         ("run", "train", "r", 0, *known, 1, False, "crash", first, failed, at(0)),
         ("run", "train", "r", 1, *known, 2, True, "", second, root, at(2)),
     ]
-    assert told.presence.schema == pl.Schema(dict(PRESENCE))
-    assert told.presence.sort("Attempt").rows() == [(*same, 0, first, 0, at(1)), (*same, 1, second, 1, at(100))]
-    assert told.counts.schema == pl.Schema(dict(COUNTS))
-    assert told.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
+    assert tables.presence.schema == pl.Schema(dict(PRESENCE))
+    assert tables.presence.sort("Attempt").rows() == [(*same, 0, first, 0, at(1)), (*same, 1, second, 1, at(100))]
+    assert tables.counts.schema == pl.Schema(dict(COUNTS))
+    assert tables.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
 
 
 def arrived(spans: SpanFactory) -> pl.DataFrame:
@@ -69,5 +69,5 @@ def test_facts_two_deliveries_of_root_use_final_one() -> None:
 
 
 def test_facts_of_no_arrivals_are_empty() -> None:
-    told = facts(pl.DataFrame(schema=dict(ARRIVALS)))
-    assert [frame.height for frame in (told.roots, told.presence, told.counts)] == [0, 0, 0]
+    tables = facts(pl.DataFrame(schema=dict(ARRIVALS)))
+    assert [frame.height for frame in (tables.roots, tables.presence, tables.counts)] == [0, 0, 0]

@@ -66,9 +66,9 @@ def concluded(name: str) -> Built:
     return build(captured(name), SPEC)
 
 
-def assert_same(one: Built, other: Built) -> None:
+def assert_same(first: Built, second: Built) -> None:
     """The same rows but for the clocks' times: ids, turns, branches, parents, rewards, reasons."""
-    for left, right in ((one.transitions, other.transitions), (one.drops, other.drops), (one.rewards, other.rewards)):
+    for left, right in ((first.transitions, second.transitions), (first.drops, second.drops), (first.rewards, second.rewards)):
         dated = [column for column in ("Timestamp",) if column in left.columns]
         assert_frame_equal(left.drop(dated), right.drop(dated))
 

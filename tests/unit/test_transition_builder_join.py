@@ -144,10 +144,14 @@ def test_call_group_unlinked_framework_and_client_spans_are_one_call(kept: tuple
     """LangChain without the link: of calls that overlap, equal token counts tell, else who began first."""
     spans = SpanFactory()
     root = spans.root()
-    said = [usage(3, 4, "m"), usage(5, 6, "n")]
+    usages = [usage(3, 4, "m"), usage(5, 6, "n")]
     texts = [
-        {name: value for name, value in one.items() if ("model" in name and "model" in kept) or ("count" in name and "tokens" in kept)}
-        for one in said
+        {
+            name: value
+            for name, value in attributes.items()
+            if ("model" in name and "model" in kept) or ("count" in name and "tokens" in kept)
+        }
+        for attributes in usages
     ]
     agents = [spans.span(name, root, kind="AGENT") for name in ("first", "second")]
     for agent, attributes in zip(agents, texts, strict=True):
@@ -285,11 +289,11 @@ def test_call_group_call_recorded_by_two_gateways_is_trained_once() -> None:
     outer = spans.call(spans.client(root), ResponseId="a")
     inner = spans.call(outer, process="second gateway", ResponseId="b")
     mute = spans.call(root, ResponseId="c", PromptIds=[], ResponseIds=[], Logprobs=[])
-    told = spans.call(mute, process="second gateway", ResponseId="d")
+    with_ids = spans.call(mute, process="second gateway", ResponseId="d")
     far = spans.call(root, process="second gateway", ResponseId="e", trace="another")
     near = spans.call(spans.client(root), ResponseId="e")
     other = spans.call(root, ResponseId="e", PromptIds=[7])
-    assert concluded(spans) == {outer: "", inner: "duplicate", mute: "duplicate", told: "", far: "duplicate", near: "", other: ""}
+    assert concluded(spans) == {outer: "", inner: "duplicate", mute: "duplicate", with_ids: "", far: "duplicate", near: "", other: ""}
 
 
 def spans_built(spans: SpanFactory) -> Any:

@@ -33,8 +33,8 @@ def counts(rows: list[Row]) -> dict[tuple[str, str], int]:
     rollouts = pl.DataFrame(
         [(run, key) for run in ("", "one", "two") for key in ("a", "b", "t1")], schema=["RunId", "RolloutId"], orient="row"
     )
-    found = late_spans.count(late_spans.tally(frame.cast(pl.String)), rollouts)
-    return {(run, rollout): rows for run, rollout, rows in found.rows()}
+    counted = late_spans.count(late_spans.tally(frame.cast(pl.String)), rollouts)
+    return {(run, rollout): rows for run, rollout, rows in counted.rows()}
 
 
 @given(ROWS)
@@ -46,9 +46,9 @@ def test_late_spans_count_rows_of_rollout_and_unnamed_rows_of_its_traces(rows: l
             named = {n for n in of_key if rows[n][2] == "rollout"}
             own = named or of_key
             traces = {rows[n][3] for n in own} - {""}
-            mine = own | {n for n, row in enumerate(rows) if row[2] != "rollout" and row[3] in traces}
-            if mine:
-                expected[run, rollout] = len(mine)
+            of_rollout = own | {n for n, row in enumerate(rows) if row[2] != "rollout" and row[3] in traces}
+            if of_rollout:
+                expected[run, rollout] = len(of_rollout)
     assert counts(rows) == expected
 
 

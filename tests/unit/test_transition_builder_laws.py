@@ -126,15 +126,15 @@ class Forest:
                 root = factory.root(name, attempt=attempt, final=attempt == last, failure=failure, **verdict)
                 if end == "reward" and attempt == last:
                     factory.evaluation(root, 0.5)
-        made = [(self._make(plan), plan) for plan in plans]
-        names = [span for span, _ in made]
-        for span, plan in made:
+        planned = [(self._make(plan), plan) for plan in plans]
+        names = [span for span, _ in planned]
+        for span, plan in planned:
             parent = names[plan.parent] if 0 <= plan.parent < len(names) else NOWHERE if plan.parent < -1 else ""
             for rows in (factory.spans, factory.calls):
                 for row in rows:
                     if row["SpanId"] == span:
                         row["ParentSpanId"] = parent
-        self.calling = {span for span, plan in made if plan.kind in CALLING or plan.kind in {"client", "gateway"}}
+        self.calling = {span for span, plan in planned if plan.kind in CALLING or plan.kind in {"client", "gateway"}}
 
     def _make(self, plan: Plan) -> str:
         factory, name = self.factory, f"r{plan.rollout}"
@@ -150,8 +150,8 @@ class Forest:
                 factory.answer(span, **{"ResponseId": "echo"} if plan.echoes else {}, **{"PromptIds": []} if plan.fault == 5 else {})
         else:
             title, scope, attributes = (PLAIN | CALLING)[plan.kind]
-            said = attributes | ({"gen_ai.response.id": "echo"} if plan.echoes and plan.kind in CALLING else {})
-            span = factory.span(title, "", scope=scope, Attributes=said, **where, **status)
+            recorded = attributes | ({"gen_ai.response.id": "echo"} if plan.echoes and plan.kind in CALLING else {})
+            span = factory.span(title, "", scope=scope, Attributes=recorded, **where, **status)
         if plan.graded is not None:
             factory.evaluation(span, plan.graded)
         for rows in (factory.spans, factory.calls):
@@ -176,9 +176,9 @@ FORESTS = st.builds(Forest, st.lists(PLANS, min_size=1, max_size=10), ENDS, CLOC
 SLOWLY = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-def assert_same(one: Built, other: Built) -> None:
+def assert_same(first: Built, other: Built) -> None:
     """The same rows, in the same order."""
-    for left, right in ((one.transitions, other.transitions), (one.drops, other.drops), (one.rewards, other.rewards)):
+    for left, right in ((first.transitions, other.transitions), (first.drops, other.drops), (first.rewards, other.rewards)):
         assert_frame_equal(left, right)
 
 
@@ -247,7 +247,7 @@ def test_build_any_forest_moves_rewards_to_kept_calls_without_loss(forest: Fores
 def test_build_any_forest_gives_same_rows_together_and_apart(forest: Forest) -> None:
     frames = forest.frames
     together = build(frames, SPEC)
-    apart = [build(replace(frames, rollouts=one), SPEC) for one in frames.rollouts.iter_slices(1)]
+    apart = [build(replace(frames, rollouts=rollout), SPEC) for rollout in frames.rollouts.iter_slices(1)]
     for name in ("transitions", "drops", "rewards"):
         rows = pl.concat([getattr(built, name) for built in apart])
         whole = getattr(together, name)

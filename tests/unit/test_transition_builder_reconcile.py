@@ -44,8 +44,8 @@ def concluded(
     row = spans.calls[0] | {"Shared": False, "AgentName": "agent", "Order": 0, "ByGateway": True, "Retried": False, "DuplicateOf": ""}
     row |= {"Convention": "gateway", "Dropped": False, "Unfinished": False, "Tools": ["search", "add"], "Components": ["agent", "plan"]}
     calls = pl.DataFrame([row | facts], schema={**CALLS, **EXTRA}).rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource")
-    said = [] if fault is None else [{"RunId": "run", "RolloutId": "r", "fault": fault}]
-    faults = pl.DataFrame(said, schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
+    fault_rows = [] if fault is None else [{"RunId": "run", "RolloutId": "r", "fault": fault}]
+    faults = pl.DataFrame(fault_rows, schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
     return reconcile.conclude(reconcile.without_arrays(calls), rollouts, faults, spec or BuilderSettings())
 
 
@@ -127,8 +127,8 @@ def test_conclude_unknown_temperature_drops_with_any_setting() -> None:
 
 def test_conclude_order_of_reasons_is_documented() -> None:
     """Faults are put on one call, the last of the list first: each new one is the one that is written."""
-    told = re.findall(r"[a-z]+_[a-z_]+|aborted|retried|unfinished|redacted|retokenized|duplicate|incomplete", reconcile.__doc__ or "")
-    order = [DropReason(name) for name in dict.fromkeys(told) if name in set(DropReason) and name != "no_calls"]
+    words = re.findall(r"[a-z]+_[a-z_]+|aborted|retried|unfinished|redacted|retokenized|duplicate|incomplete", reconcile.__doc__ or "")
+    order = [DropReason(name) for name in dict.fromkeys(words) if name in set(DropReason) and name != "no_calls"]
     assert {*order} == {*DropReason} - {DropReason.NO_CALLS}
     of_call: dict[DropReason, dict[str, object]] = {
         DropReason.NO_REWARD: {"fault": "none"},
@@ -161,11 +161,11 @@ def test_conclude_order_of_reasons_is_documented() -> None:
     # Ids of ours cannot be wrong in the ways in which no ids can, and those of a text are of no version.
     spec = BuilderSettings(max_tokens=9, tokenizer_hash="tok", selection=Selection(agents="agent"), mixed_versions="drop")
     facts: dict[str, object] = {}
-    found = list[str]()
-    for one in of_call.values():
-        facts |= one
-        found.append(concluded(spec, **facts)["Reason"][0])  # type: ignore[arg-type]
-    assert found == [name.value for name in of_call]
+    reasons = list[str]()
+    for changes in of_call.values():
+        facts |= changes
+        reasons.append(concluded(spec, **facts)["Reason"][0])  # type: ignore[arg-type]
+    assert reasons == [name.value for name in of_call]
 
 
 def test_conclude_mixed_versions_setting_keeps_or_drops() -> None:
@@ -219,8 +219,8 @@ def test_conclude_missing_optional_columns_are_no_fault() -> None:
     faults = pl.DataFrame(schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
     rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
     known = reconcile.without_arrays(calls.rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource"))
-    found = reconcile.conclude(known, rollouts, faults, BuilderSettings())
-    assert found["Reason"].to_list() == [""]
+    conclusions = reconcile.conclude(known, rollouts, faults, BuilderSettings())
+    assert conclusions["Reason"].to_list() == [""]
 
 
 def meanings() -> dict[str, str]:
@@ -228,21 +228,21 @@ def meanings() -> dict[str, str]:
     tree = ast.parse(inspect.getsource(types.DropReason))
     body = tree.body[0].body  # type: ignore[attr-defined]
     return {
-        one.value.value: said.value.value
-        for one, said in itertools.pairwise(body)
-        if isinstance(one, ast.Assign)
-        and isinstance(one.value, ast.Constant)
-        and isinstance(said, ast.Expr)
-        and isinstance(said.value, ast.Constant)
+        assignment.value.value: docstring.value.value
+        for assignment, docstring in itertools.pairwise(body)
+        if isinstance(assignment, ast.Assign)
+        and isinstance(assignment.value, ast.Constant)
+        and isinstance(docstring, ast.Expr)
+        and isinstance(docstring.value, ast.Constant)
     }
 
 
 def test_drop_reasons_have_meaning_and_remedy_of_one_sentence() -> None:
     assert [*meanings()] == [reason.value for reason in DropReason]
     assert len({reason.remedy for reason in DropReason}) == len(DropReason)
-    for one in DropReason:
-        assert re.fullmatch(r"[A-Z][^\n]+\.", one.remedy), one
-        assert one.remedy.count(". ") == 0, one
+    for reason in DropReason:
+        assert re.fullmatch(r"[A-Z][^\n]+\.", reason.remedy), reason
+        assert reason.remedy.count(". ") == 0, reason
 
 
 def test_drops_page_matches_drop_reason() -> None:

@@ -18,14 +18,14 @@ from transition_builder.rewards import rule_hash
 from transition_builder.schemas import SQL_REWARDS
 
 
-def said(built: Built) -> list[tuple[Any, ...]]:
+def rewards_of(built: Built) -> list[tuple[Any, ...]]:
     names = dict(built.transitions.select("CallId", "SpanId").rows()) | {"": ""}
     return [(names.get(call, "?"), *rest) for call, *rest in built.rewards.select("CallId", "Name", "Value", "Source", "SpanId").rows()]
 
 
 def given(built: Built) -> list[list[tuple[str, float, str]]]:
     lists = built.transitions.select("Rewards.Name", "Rewards.Value", "Rewards.Source").rows()
-    return [list(zip(*one, strict=True)) for one in lists]
+    return [list(zip(*columns, strict=True)) for columns in lists]
 
 
 def test_rewards_of_one_name_come_from_first_source() -> None:
@@ -40,7 +40,7 @@ def test_rewards_of_one_name_come_from_first_source() -> None:
     spans.evaluation(work, 5, name="style", kind="evaluation_log")
     spans.evaluation(work, 6, name="tone", kind="evaluation_log")
     built = build(spans.frames(), BuilderSettings())
-    assert said(built) == [
+    assert rewards_of(built) == [
         ("", "reward", 1.0, "runner", root),
         ("", "style", 4.0, "evaluation_event", work),
         ("", "tone", 6.0, "evaluation_log", work),
@@ -57,8 +57,8 @@ def test_rewards_sources_have_order_of_precedence(tmp_path: Path) -> None:
     spans.evaluation(root, 1, name="a")
     spans.evaluation(work, 2, name="b")
     spans.evaluation(work, 3, name="c", kind="evaluation_log")
-    made = by_sql(spans, tmp_path, *(sql_row(name, 5.0) for name in "abcde"))
-    assert [(name, value, source) for _, name, value, source, _ in said(made)] == [
+    built = by_sql(spans, tmp_path, *(sql_row(name, 5.0) for name in "abcde"))
+    assert [(name, value, source) for _, name, value, source, _ in rewards_of(built)] == [
         ("a", 1.0, "runner"),
         ("b", 2.0, "evaluation_event"),
         ("c", 3.0, "evaluation_log"),
@@ -74,8 +74,8 @@ def test_air_reward_counts_last_and_per_call_only() -> None:
     judged, other = (spans.call(spans.span("POST", root), Duration=3 * 10**9) for _ in range(2))
     spans.evaluation(judged, 2, name="slow")
     rule = AirRule(name="slow", kind="latency", reward=-8, seconds=2)
-    made = build(spans.frames(), BuilderSettings(rules=(rule,)))
-    assert sorted(said(made)) == [
+    built = build(spans.frames(), BuilderSettings(rules=(rule,)))
+    assert sorted(rewards_of(built)) == [
         ("", "slow", 1.0, "runner", root),
         (judged, "slow", 2.0, "evaluation_event", judged),
         (other, "slow", -8.0, "air", other),
@@ -88,7 +88,7 @@ def test_span_attribute_reward_belongs_to_call_or_rollout() -> None:
     client = spans.client(root, Attributes={"spangrad.reward": "0.5"})
     call = spans.call(client)
     judge = spans.span("judge", root, Attributes={"spangrad.reward": "2", "spangrad.reward.style": "3"})
-    assert sorted(said(build(spans.frames(), BuilderSettings()))) == [
+    assert sorted(rewards_of(build(spans.frames(), BuilderSettings()))) == [
         ("", "reward", 2.0, "span_attribute", judge),
         ("", "style", 3.0, "span_attribute", judge),
         (call, "reward", 0.5, "span_attribute", client),
@@ -132,17 +132,17 @@ def test_sql_reward_without_finite_value_drops_as_no_reward(tmp_path: Path, valu
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(root)
-    made = by_sql(spans, tmp_path, sql_row("short", value))
-    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", detail)]
-    assert made.rewards["Name"].to_list() == ["reward"]
+    built = by_sql(spans, tmp_path, sql_row("short", value))
+    assert built.drops.select("Reason", "Detail").rows() == [("no_reward", detail)]
+    assert built.rewards["Name"].to_list() == ["reward"]
 
 
 def test_sql_reward_is_final_reward(tmp_path: Path) -> None:
     spans = SpanFactory()
     spans.call(spans.root())
-    made = by_sql(spans, tmp_path, sql_row("short", 0.0))
-    assert made.rewards.select("CallId", "Name", "Value", "Source", "RuleHash").rows() == [("", "short", 0.0, "sql", "hash of short")]
-    assert given(made) == [[("short", 0.0, "sql")]]
+    built = by_sql(spans, tmp_path, sql_row("short", 0.0))
+    assert built.rewards.select("CallId", "Name", "Value", "Source", "RuleHash").rows() == [("", "short", 0.0, "sql", "hash of short")]
+    assert given(built) == [[("short", 0.0, "sql")]]
 
 
 def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> None:
@@ -162,7 +162,9 @@ def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> 
         sql_row("gone", 16.0, PerCall=True, CallId=call_id(trace, "0" * 16, 0)),
         sql_row("none", None, PerCall=True, CallId=call_id(trace, second, 0)),
     ]
-    assert sorted((name, span, value) for span, name, value, source, _ in said(by_sql(spans, tmp_path, *rows)) if source == "sql") == [
+    assert sorted(
+        (name, span, value) for span, name, value, source, _ in rewards_of(by_sql(spans, tmp_path, *rows)) if source == "sql"
+    ) == [
         ("id", second, 2.0),
         ("span", first, 4.0),
         ("tool", first, 8.0),
@@ -178,8 +180,8 @@ def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
     spans.evaluation(first, 2)
     spans.evaluation(second, 4)
     built = build(spans.frames(), BuilderSettings())
-    assert said(built) == [("", "reward", 2.0, "evaluation_event", first), ("", "reward", 4.0, "evaluation_event", second)]
-    assert [sum(value for _, value, _ in one) for one in given(built)] == [6.0]
+    assert rewards_of(built) == [("", "reward", 2.0, "evaluation_event", first), ("", "reward", 4.0, "evaluation_event", second)]
+    assert [sum(value for _, value, _ in rewards) for rewards in given(built)] == [6.0]
 
 
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
@@ -192,7 +194,7 @@ def test_evaluations_of_judges_in_several_processes_lowest_last_one_counts(ahead
     for at, (judge, seq, value) in enumerate(rollout_texts):
         own: dict[str, Any] = {"ProcessId": judge, "Seq": seq, "Timestamp": spans.time(100 - at + (ahead if judge == "b" else 0))}
         spans.evaluation(root, value, kind="evaluation_log", **own)
-    assert said(build(spans.frames(), BuilderSettings())) == [("", "reward", 0.5, "evaluation_log", root)]
+    assert rewards_of(build(spans.frames(), BuilderSettings())) == [("", "reward", 0.5, "evaluation_log", root)]
     spans.evaluation(root, "NaN", kind="evaluation_log", ProcessId="c", Timestamp=spans.time(ahead))
     built = build(spans.frames(), BuilderSettings())
     assert built.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
@@ -235,7 +237,7 @@ def test_rewards_of_dropped_calls_move_to_nearest_earlier_kept_call_or_first() -
     for value, fault in [(2, True), (4, False), (8, True), (16, False), (32, True)]:
         spans.evaluation(spans.call(root, Logprobs=[] if fault else [-1, -1]), value)
     built = build(spans.frames(), BuilderSettings())
-    assert [sorted(value for _, value, _ in one) for one in given(built)] == [[2, 4, 8], [1, 16, 32]]
+    assert [sorted(value for _, value, _ in rewards) for rewards in given(built)] == [[2, 4, 8], [1, 16, 32]]
     assert built.rewards["Value"].sum() == 63
     earned = built.transitions.select("CallId", "Turn", "Rewards.Value", "Rewards.CallId", "Rewards.Turn").rows()
     by_value = {
@@ -260,8 +262,8 @@ def test_reward_of_call_without_turn_has_turn_of_next_call() -> None:
         spans.evaluation(spans.call(root, **facts), value)
     built = build(spans.frames(), BuilderSettings(selection=Selection(policies="policy")))
     lists = built.transitions.select("Turn", "Rewards.Value", "Rewards.Turn").rows()
-    found = [(turn, dict(zip(values, turns, strict=True))) for turn, values, turns in lists]
-    assert found == [(0, {2: 0, 4: 0, 8: 1}), (1, {1: 1, 16: 1, 32: 2})]
+    by_turn = [(turn, dict(zip(values, turns, strict=True))) for turn, values, turns in lists]
+    assert by_turn == [(0, {2: 0, 4: 0, 8: 1}), (1, {1: 1, 16: 1, 32: 2})]
 
 
 @pytest.mark.parametrize("score", ["NaN", "inf", "-Infinity", "1e999", "good", ""])
@@ -419,8 +421,8 @@ def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: P
     spans.evaluation(black, 0.5, kind="evaluation_log")
     spans.span("judge", root, Attributes={"spangrad.reward.style": "0.25", "spangrad.reward.role": "black"})
     sql = [sql_row("elo", value, Role=role) for role, value in {"white": 10.0, "black": -10.0}.items()]
-    made = by_sql(spans, tmp_path, *sql)
-    assert roles(made) == [
+    built = by_sql(spans, tmp_path, *sql)
+    assert roles(built) == [
         ("elo", "black", -10.0, "sql"),
         ("elo", "white", 10.0, "sql"),
         ("reward", "", 0.5, "evaluation_log"),
@@ -428,10 +430,10 @@ def test_rewards_of_one_name_and_several_roles_are_different_rewards(tmp_path: P
         ("reward", "white", 1.0, "runner"),
         ("style", "black", 0.25, "span_attribute"),
     ]
-    assert made.drops.height == 0
-    assert made.transitions["SpanId"].to_list() == calls
-    last = made.transitions.select("Rewards.Name", "Rewards.Role", "Rewards.Value").row(1)
-    assert sorted(zip(*last, strict=True)) == sorted((name, role, value) for name, role, value, _ in roles(made))
+    assert built.drops.height == 0
+    assert built.transitions["SpanId"].to_list() == calls
+    last = built.transitions.select("Rewards.Name", "Rewards.Role", "Rewards.Value").row(1)
+    assert sorted(zip(*last, strict=True)) == sorted((name, role, value) for name, role, value, _ in roles(built))
 
 
 def test_air_rule_with_role_gives_reward_of_that_role() -> None:

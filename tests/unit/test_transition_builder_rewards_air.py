@@ -46,12 +46,12 @@ def built(spans: SpanFactory, *rules: AirRule, answers: Sequence[Answer] = (), s
     return build(frames, spec_of(*rules))
 
 
-def air(made: Built) -> list[tuple[str, str, float]]:
+def air(output: Built) -> list[tuple[str, str, float]]:
     """Span of the call, name and value of each AIR reward, in the order of the calls."""
     names = {
-        call_id(trace, span, choice): span for trace, span, choice in made.transitions.select("TraceId", "SpanId", "ChoiceIndex").rows()
+        call_id(trace, span, choice): span for trace, span, choice in output.transitions.select("TraceId", "SpanId", "ChoiceIndex").rows()
     }
-    rows = made.rewards.filter(pl.col("Source") == "air").select("CallId", "Name", "Value").rows()
+    rows = output.rewards.filter(pl.col("Source") == "air").select("CallId", "Name", "Value").rows()
     return sorted((names[call], name, value) for call, name, value in rows)
 
 
@@ -83,10 +83,10 @@ def test_air_rules_of_several_kinds_and_names_all_apply() -> None:
         AirRule(name="tool", kind="tool_error", reward=-0.5, tools=("write",)),
         AirRule(name="tool", kind="tool_error", reward=-1, tools=("*",)),
     )
-    made = built(spans, *rules)
-    assert air(made) == [(write, "tool", 0.25), (failed, "tool", -1.0), (failed, "tool", -0.5)]
-    assert set(made.rewards.filter(pl.col("Source") == "air")["RuleHash"]) == {rule_hash(rule, spec_of(rule)) for rule in rules}
-    assert sorted(made.transitions["Rewards.Value"].to_list()[-1]) == [-1.0, -0.5, 1.0]
+    output = built(spans, *rules)
+    assert air(output) == [(write, "tool", 0.25), (failed, "tool", -1.0), (failed, "tool", -0.5)]
+    assert set(output.rewards.filter(pl.col("Source") == "air")["RuleHash"]) == {rule_hash(rule, spec_of(rule)) for rule in rules}
+    assert sorted(output.transitions["Rewards.Value"].to_list()[-1]) == [-1.0, -0.5, 1.0]
 
 
 def test_air_rule_agents_selects_calls() -> None:
@@ -123,8 +123,8 @@ def test_empty_result_rule_matches_empty_successful_results() -> None:
         ("[]", "Error", False),
     ):
         call = spans.call(spans.span("POST", agent))
-        said = {} if result is None else {"output.value": result}
-        spans.span("search", agent, kind="TOOL", status=status, Attributes={"tool.name": "search", **said})
+        attributes = {} if result is None else {"output.value": result}
+        spans.span("search", agent, kind="TOOL", status=status, Attributes={"tool.name": "search", **attributes})
         empty += [call] * counts
     assert [span for span, *_ in air(built(spans, AirRule(name="empty", kind="empty_result", reward=-1, tools=("search",))))] == empty
 
@@ -222,9 +222,9 @@ def test_expression_rule_reads_columns_of_call(where: str, values: list[float]) 
     first = spans.call(spans.span("POST", root), Duration=5 * 10**8)
     spans.span("broken", root, kind="TOOL", status="Error")
     second = spans.call(spans.span("POST", root), Duration=25 * 10**8, FinishReason="length", ResponseIds=[1] * 4, Logprobs=[-1.0] * 4)
-    made = built(spans, AirRule(name="e", kind="expression", reward=2, where=where), answers=[(first, "hello", [("search", "{}")])])
-    found = {span: value for span, _, value in air(made)}
-    assert [found.get(span, 0) for span in (first, second)] == [2 * value for value in values]
+    output = built(spans, AirRule(name="e", kind="expression", reward=2, where=where), answers=[(first, "hello", [("search", "{}")])])
+    rewards = {span: value for span, _, value in air(output)}
+    assert [rewards.get(span, 0) for span in (first, second)] == [2 * value for value in values]
 
 
 def test_expression_rule_not_finite_drops_as_no_reward() -> None:
@@ -232,9 +232,9 @@ def test_expression_rule_not_finite_drops_as_no_reward() -> None:
     root = spans.root()
     spans.evaluation(root, 1)
     spans.call(spans.span("POST", root), Duration=10**9)
-    made = built(spans, AirRule(name="e", kind="expression", reward=1, where="Seconds / 0"))
-    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: e")]
-    assert made.rewards["Name"].to_list() == ["reward"]
+    output = built(spans, AirRule(name="e", kind="expression", reward=1, where="Seconds / 0"))
+    assert output.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: e")]
+    assert output.rewards["Name"].to_list() == ["reward"]
 
 
 def test_sql_rule_multiplies_value_of_file_by_reward(tmp_path: Path) -> None:
@@ -247,8 +247,8 @@ def test_sql_rule_multiplies_value_of_file_by_reward(tmp_path: Path) -> None:
     row = {"Name": "long", "RuleHash": "h", "PerCall": True, "RunId": "run", "RolloutId": "r", "Attempt": 0, "TraceId": "", "SpanId": ""}
     named = row | {"CallId": call_id(str(spans.calls[0]["TraceId"]), call, 0), "Value": 0.5}
     frames = replace(spans.frames(), sql_rewards=pl.DataFrame([named], schema=dict(SQL_REWARDS)))
-    made = build(frames, spec_of(rule, rewards_directory=tmp_path))
-    assert made.rewards.select("Name", "Value", "Source").rows() == [("reward", 1.0, "runner"), ("length", -1.0, "air")]
+    output = build(frames, spec_of(rule, rewards_directory=tmp_path))
+    assert output.rewards.select("Name", "Value", "Source").rows() == [("reward", 1.0, "runner"), ("length", -1.0, "air")]
 
 
 SLOW = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
@@ -257,8 +257,8 @@ SLOW = AirRule(name="slow", kind="latency", reward=-1, seconds=2)
 def test_air_rewards_without_final_reward_drop_as_no_reward() -> None:
     spans = SpanFactory()
     spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
-    made = built(spans, SLOW)
-    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
+    output = built(spans, SLOW)
+    assert output.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
     assert "builder.rewards_from = 'rules'" in DropReason.NO_REWARD.remedy
 
 
@@ -269,9 +269,9 @@ def test_rewards_from_rules_keeps_rollouts_without_final_reward() -> None:
     spans.call(spans.span("POST", fast, rollout="fast"), rollout="fast", Duration=10**9)
     spans.call(spans.span("POST", judged, rollout="judged"), rollout="judged", Duration=9 * 10**9)
     spans.evaluation(judged, 0.5)
-    made = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
-    kept = made.transitions.sort("RolloutId").select("RolloutId", "Rewards.Name", "Rewards.Value")
-    assert made.drops.is_empty()
+    output = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
+    kept = output.transitions.sort("RolloutId").select("RolloutId", "Rewards.Name", "Rewards.Value")
+    assert output.drops.is_empty()
     assert kept.rows() == [("fast", [], []), ("judged", ["reward", "slow"], [0.5, -1.0]), ("slow", ["slow"], [-1.0])]
     assert kept["Rewards.Value"].list.sum().to_list() == [0.0, -0.5, -1.0], "what nothing was found for is worth 0"
     assert build(spans.frames(), spec_of(SLOW)).transitions["RolloutId"].to_list() == ["judged"]
@@ -282,8 +282,8 @@ def test_rewards_from_rules_with_non_finite_reward_drops_as_no_reward() -> None:
     root = spans.root()
     spans.evaluation(root, float("nan"))
     spans.call(spans.span("POST", root), Duration=9 * 10**9)
-    made = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
-    assert made.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
+    output = build(spans.frames(), spec_of(SLOW, rewards_from="rules"))
+    assert output.drops.select("Reason", "Detail").rows() == [("no_reward", "not a finite number: reward")]
 
 
 def test_rewards_from_changes_build_spec_and_needs_a_rule() -> None:

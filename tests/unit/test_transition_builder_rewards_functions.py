@@ -53,10 +53,10 @@ def built(rule: AirRule) -> Built:
     return build(two_rollouts().frames(), BuilderSettings(rules=(rule,)))
 
 
-def values(made: Built) -> list[tuple[str, int, float]]:
+def values(result: Built) -> list[tuple[str, int, float]]:
     """Rollout, turn and value of each reward that a rule gave."""
-    turns = made.transitions.select("CallId", "Turn")
-    rows = made.rewards.filter(pl.col("Source") == "air").join(turns, on="CallId").select("RolloutId", "Turn", "Value")
+    turns = result.transitions.select("CallId", "Turn")
+    rows = result.rewards.filter(pl.col("Source") == "air").join(turns, on="CallId").select("RolloutId", "Turn", "Value")
     return sorted(rows.rows())
 
 
@@ -94,14 +94,14 @@ def test_python_rule_agents_selects_calls(rules: Path) -> None:
     spans.evaluation(root, 1)
     for name in ("planner", "writer"):
         spans.call(spans.span(name, root, kind="AGENT"))
-    made = build(spans.frames(), BuilderSettings(rules=(rule_of(rules, "return calls['Place'] + 1", agents="writer"),)))
-    assert [value for *_, value in values(made)] == [2]
+    result = build(spans.frames(), BuilderSettings(rules=(rule_of(rules, "return calls['Place'] + 1", agents="writer"),)))
+    assert [value for *_, value in values(result)] == [2]
 
 
 def test_python_rule_not_finite_drops_as_no_reward(rules: Path) -> None:
-    made = built(rule_of(rules, "return [1.0, float('nan'), 1.0]"))
-    assert made.drops.select("RolloutId", "Reason", "Detail").unique().rows() == [("a", "no_reward", "not a finite number: own")]
-    assert made.transitions["RolloutId"].to_list() == ["b"]
+    result = built(rule_of(rules, "return [1.0, float('nan'), 1.0]"))
+    assert result.drops.select("RolloutId", "Reason", "Detail").unique().rows() == [("a", "no_reward", "not a finite number: own")]
+    assert result.transitions["RolloutId"].to_list() == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_python_rule_is_loaded_from_file_and_package_of_working_directory(tmp_pa
         (directory / "__init__.py").write_text("")
     (package / "deep" / "rules.py").write_text("def rule(calls):\n    return calls['Seconds']\n")
     for where in (f"{package.name}.deep.rules:rule", f"{package.name}/deep/rules.py:rule"):
-        made = built(AirRule(name="own", kind="python", reward=1, where=where))
-        assert [value for *_, value in values(made)] == [1, 3, 5]
+        result = built(AirRule(name="own", kind="python", reward=1, where=where))
+        assert [value for *_, value in values(result)] == [1, 3, 5]
 
 
 def test_build_spec_is_computed_without_running_rule_module(rules: Path) -> None:
@@ -210,5 +210,5 @@ def test_python_rule_example_of_docs_rewards_retries_and_last_timeout(tmp_path: 
         kinds = {"retry": "", "exception": "TimeoutError"}
         rows += [{"TraceId": trace, "SpanId": tool, "Name": name, "ExceptionType": kinds[name], "Attributes": []} for name in events]
     frames = replace(spans.frames(), tool_events=pl.DataFrame(rows, schema=dict(TOOL_EVENTS)))
-    made = build(frames, BuilderSettings(rules=(AirRule.model_validate(rule),)))
-    assert [value for *_, value in values(made)] == pytest.approx([0.2, -0.5])
+    result = build(frames, BuilderSettings(rules=(AirRule.model_validate(rule),)))
+    assert [value for *_, value in values(result)] == pytest.approx([0.2, -0.5])

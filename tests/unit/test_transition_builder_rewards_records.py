@@ -71,8 +71,8 @@ def test_tool_exception_rule_matches_whole_type_once_per_tool_call() -> None:
     tools = Tools()
     tools.call()
     for _ in range(2):
-        tools.event(one := tools.tool(), "exception", "TimeoutError")
-        tools.event(one, "exception", "TimeoutError")
+        tools.event(tool := tools.tool(), "exception", "TimeoutError")
+        tools.event(tool, "exception", "TimeoutError")
     tools.call()
     tools.event(tools.tool("read"), "exception", "httpx.ReadTimeout")
     tools.event(tools.tool("read"), "retry")

@@ -51,22 +51,22 @@ FOREIGN = {"RunId": "", "Mode": "", "RolloutKey": "t", "RolloutKeySource": "trac
 def test_rollouts_of_call_prefer_its_own_attributes_then_its_trace(
     facts: dict[str, Any], owned: dict[str, Any], rollout: tuple[str, str, str, int, bool]
 ) -> None:
-    found = rollouts_of(call(**facts), owner(**owned), active())
-    assert found.select("RunId", "Mode", "RolloutId", "Attempt", "Announced").rows() == [rollout]
+    rollouts = rollouts_of(call(**facts), owner(**owned), active())
+    assert rollouts.select("RunId", "Mode", "RolloutId", "Attempt", "Announced").rows() == [rollout]
 
 
 @pytest.mark.parametrize(("runs", "expected"), [(["x"], ("x", True)), (["x", "y"], ("", False)), ([], ("", False))])
 def test_rollouts_of_call_without_run_id_use_only_run_of_rollout(runs: list[str], expected: tuple[str, bool]) -> None:
     known = active(*({"RunId": run} for run in ["", *runs]))
-    found = rollouts_of(call(RunId="", Mode=""), owner(), known)
-    assert found.select("RunId", "Announced").rows() == [expected]
+    rollouts = rollouts_of(call(RunId="", Mode=""), owner(), known)
+    assert rollouts.select("RunId", "Announced").rows() == [expected]
 
 
 def verdict(
     at: float,
     facts: dict[str, Any] | None = None,
     *,
-    torn: bool = False,
+    open_span: bool = False,
     spans: float = 0,
     rollout: float = 0,
     root: bool | None = None,
@@ -74,9 +74,9 @@ def verdict(
 ) -> list[tuple[Any, ...]]:
     """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
     known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
-    traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "HasOpenSpan": torn}], schema=dict(TRACES))
-    said = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
-    roots = pl.DataFrame([] if root is None else [said], schema=dict(ROOTS))
+    traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "HasOpenSpan": open_span}], schema=dict(TRACES))
+    row = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
+    roots = pl.DataFrame([] if root is None else [row], schema=dict(ROOTS))
     calls = rollouts_of(call(**facts or {}), owner(), known.clear())
     judged = silent_rollouts(calls, roots, known, traces, TIME(at), SPEC, force=force)
     assert judged["LastArrival"].to_list() == [TIME(max(spans, rollout))] * judged.height
@@ -99,12 +99,12 @@ def test_judge_rootless_trace_is_complete_after_quiet_seconds() -> None:
 
 
 def test_judge_trace_with_open_span_waits() -> None:
-    assert (verdict(599.9, FOREIGN, torn=True), len(verdict(600, FOREIGN, torn=True))) == ([], 1)
+    assert (verdict(599.9, FOREIGN, open_span=True), len(verdict(600, FOREIGN, open_span=True))) == ([], 1)
 
 
 def test_judge_with_force_waits_only_for_a_runner_or_an_open_span() -> None:
     assert len(verdict(0, FOREIGN, force=True)) == 1
-    assert (verdict(599, FOREIGN, torn=True, force=True), len(verdict(600, FOREIGN, torn=True, force=True))) == ([], 1)
+    assert (verdict(599, FOREIGN, open_span=True, force=True), len(verdict(600, FOREIGN, open_span=True, force=True))) == ([], 1)
     assert (verdict(599, force=True), len(verdict(600, force=True))) == ([], 1)
 
 
@@ -118,7 +118,7 @@ def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("rows", "found"),
+    ("rows", "expected"),
     [
         ([("x", 5)], []),
         ([("x", 4), ("x", 6)], [("x", "r", TIME(6))]),
@@ -128,9 +128,9 @@ def arrived(*rows: tuple[str, float]) -> pl.DataFrame:
         ([("", 9), ("x", 6)], [("x", "r", TIME(9)), ("y", "r", TIME(9))]),
     ],
 )
-def test_stale_builds_have_rows_that_arrived_later(rows: list[tuple[str, float]], found: list[tuple[Any, ...]]) -> None:
+def test_stale_builds_have_rows_that_arrived_later(rows: list[tuple[str, float]], expected: list[tuple[Any, ...]]) -> None:
     known = pl.DataFrame([built("x", 5), built("y", 8)], schema=dict(BUILT))
-    assert sorted(outdated_rollouts(arrived(*rows), known).rows()) == found
+    assert sorted(outdated_rollouts(arrived(*rows), known).rows()) == expected
 
 
 def test_merge_known_traces_keeps_one_row_with_newest_time() -> None:

@@ -63,11 +63,11 @@ def versions(draw: st.DrawFn) -> tuple[NDArray[Any], NDArray[Any]]:
     """Words before and after a step in which few or many of them change, by little or by much."""
     dtype = np.dtype(draw(st.sampled_from([np.uint16, np.uint32])))
     size = draw(st.integers(0, 400))
-    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
-    base = dice.integers(0, 2 ** (8 * dtype.itemsize), size, dtype, endpoint=False)
-    changed = dice.random(size) < draw(st.sampled_from([0, 0.01, 0.3, 1]))
-    by = dice.integers(0, draw(st.sampled_from([2, 300, 2**16])), size).astype(dtype)
-    return base, base + by * changed * dice.choice(np.array([1, -1]).astype(dtype), size)
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    base = generator.integers(0, 2 ** (8 * dtype.itemsize), size, dtype, endpoint=False)
+    changed = generator.random(size) < draw(st.sampled_from([0, 0.01, 0.3, 1]))
+    by = generator.integers(0, draw(st.sampled_from([2, 300, 2**16])), size).astype(dtype)
+    return base, base + by * changed * generator.choice(np.array([1, -1]).astype(dtype), size)
 
 
 @given(versions())
@@ -82,9 +82,9 @@ def test_delta_on_its_base_gives_the_new_words(pair: tuple[NDArray[Any], NDArray
 
 
 def test_delta_of_few_neighbours_is_far_smaller_than_the_words() -> None:
-    dice = np.random.default_rng(0)
-    positions = np.flatnonzero(dice.random(2**18) < 0.01)
-    assert len(encode_delta(positions, dice.choice(np.uint16([1, 2**16 - 1]), positions.size), 2**18)) < 0.008 * 2 * 2**18
+    generator = np.random.default_rng(0)
+    positions = np.flatnonzero(generator.random(2**18) < 0.01)
+    assert len(encode_delta(positions, generator.choice(np.uint16([1, 2**16 - 1]), positions.size), 2**18)) < 0.008 * 2 * 2**18
 
 
 @pytest.mark.parametrize("harm", [lambda data: data[:9], lambda data: data[:-3], lambda data: b"\1" + data[1:]])

@@ -34,9 +34,9 @@ NAMES = ["q", "k", "down", "norm"]
 
 
 def weights(seed: int) -> Named:
-    dice = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     shapes = {"q": (ROWS, COLUMNS), "k": (6, COLUMNS), "down": (COLUMNS, ROWS), "norm": (COLUMNS,)}
-    return {name: dice.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def parts_of(named: Named, rank: int, ranks: int) -> Iterator[FilePart]:
@@ -115,9 +115,9 @@ class Trainer:
 
     def step(self, share: float, seed: int) -> None:
         """Change some words of each tensor a little."""
-        dice = np.random.default_rng(seed)
+        generator = np.random.default_rng(seed)
         for array in self.named.values():
-            array *= np.where(dice.random(array.shape) < share, np.float32(1.01), np.float32(1))
+            array *= np.where(generator.random(array.shape) < share, np.float32(1.01), np.float32(1))
 
     @property
     def source(self) -> WeightSource:

@@ -47,9 +47,9 @@ def test_mix_words_matches_reference(words: list[int]) -> None:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(0, 3), st.randoms())
-def test_mix_words_ignores_order_and_zero_padding(words: list[int], padding: int, dice: object) -> None:
+def test_mix_words_ignores_order_and_zero_padding(words: list[int], padding: int, shuffler: object) -> None:
     shuffled = [*words, *[0] * padding]
-    dice.shuffle(shuffled)  # type: ignore[attr-defined]
+    shuffler.shuffle(shuffled)  # type: ignore[attr-defined]
     assert mix_words(np.array(shuffled, dtype=np.uint64)) == mix_words(np.array(words, dtype=np.uint64))
 
 

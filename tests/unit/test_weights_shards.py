@@ -42,8 +42,8 @@ class Piece:
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensors:
     shapes = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=3), min_size=1, max_size=4))
-    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return {f"w{place}": dice.integers(1, 2**32, shape, dtype=np.uint32) for place, shape in enumerate(shapes)}
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return {f"w{place}": generator.integers(1, 2**32, shape, dtype=np.uint32) for place, shape in enumerate(shapes)}
 
 
 @st.composite
@@ -105,8 +105,8 @@ def test_combine_one_changed_word_in_one_shard_is_noticed(case: tuple[Tensors, i
     index = data.draw(st.integers(0, box.size - 1))
     box[np.unravel_index(index, box.shape)] ^= np.uint32(1 << data.draw(st.integers(0, 31)))
     worker = data.draw(st.sampled_from(sorted(piece.workers)))
-    sound = reports(split, workers, pieces, sums_of_box)
-    shards = sound.replicas[0][worker].shards
+    reported = reports(split, workers, pieces, sums_of_box)
+    shards = reported.replicas[0][worker].shards
     (at,) = [
         number
         for number, shard in enumerate(shards)
@@ -115,9 +115,9 @@ def test_combine_one_changed_word_in_one_shard_is_noticed(case: tuple[Tensors, i
     shards[at] = replace_sums(shards[at], sums_of_box(changed, piece.box))
     if len(piece.workers) > 1:
         with pytest.raises(CheckpointError, match=rf"hold different copies of {piece.name}\."):
-            combine(sound)
+            combine(reported)
     else:
-        assert difference(plan(split), combine(sound)) == f"it holds other values of {piece.name}"
+        assert difference(plan(split), combine(reported)) == f"it holds other values of {piece.name}"
 
 
 def replace_sums(shard: Shard, sums: TensorSums) -> Shard:
