@@ -1,9 +1,9 @@
 """Benchmark of the gateway: CPU and time added per call, calls a second, with a check of every span; ours against a peer.
 
 In: how many calls, the peer. Out: a table, and as the last line one JSON object; exit code 1 when a check fails.
-A bare proxy of the same HTTP libraries has its turns too: what it adds measures the machine. Invariant: upstream, client and roads are
-processes of their own, and only the road's CPU counts; all roads get the same requests for the same upstream, in turns; recording is on,
-and a road's CPU is read when its record holds every call of the turn.
+A bare proxy of the same HTTP libraries has its turns too: what it adds measures the machine. Invariant: upstream, client and routes are
+processes of their own, and only the route's CPU counts; all routes get the same requests for the same upstream, in turns; recording is on,
+and a route's CPU is read when its record holds every call of the turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.gateway_bodies import Bodies, text_of
 from benchmarks.gateway_client import Order, Part
-from benchmarks.gateway_roads import Kind, Setup, bare, ours
+from benchmarks.gateway_routes import Kind, Setup, bare, ours
 from benchmarks.measure import ROOT
 from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_proxy
@@ -61,7 +61,7 @@ ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Numbers of requests to each road in each turn."""
+    """Numbers of requests to each route in each turn."""
 
     calls: int
     streams: int
@@ -75,7 +75,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Tally:
-    """Measurements of one road."""
+    """Measurements of one route."""
 
     cpu: dict[Kind, float] = field(default_factory=dict[Kind, float])
     """CPU seconds by kind."""
@@ -84,9 +84,9 @@ class Tally:
     loaded: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     """Parts that were measured under load."""
     direct: dict[Kind, list[Part]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """Parts of the same load without the road, just before."""
+    """Parts of the same load without the route, just before."""
     alone: list[tuple[Part, Part]] = field(default_factory=list[tuple[Part, Part]])
-    """Parts of one call at a time, directly and by the road, alternating."""
+    """Parts of one call at a time, directly and by the route, alternating."""
     ids: list[str] = field(default_factory=list[str])
     """Ids of all answers, the first ones included."""
     answers: dict[Kind, set[str]] = field(default_factory=lambda: {kind: set() for kind in Kind})
@@ -106,7 +106,7 @@ class Tally:
 def main() -> int:
     """Measure, compare, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="in each, every road has its turn")
+    parser.add_argument("--rounds", type=int, default=5, help="in each, every route has its turn")
     parser.add_argument("--calls", type=int, default=1000, help="whole answers a turn of ours")
     parser.add_argument("--streams", type=int, default=96, help="streams a turn of ours")
     parser.add_argument("--alone", type=int, default=200, help="calls one at a time, a turn of ours")
@@ -145,8 +145,8 @@ def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int
     """Figures of all, how many times ours is better than the peer, and what must be 0.
 
     Args:
-        tallies: measurements by road; one road is `ours`.
-        recorded: counts of missing and surplus entries in each road's record.
+        tallies: measurements by route; one route is `ours`.
+        recorded: counts of missing and surplus entries in each route's record.
         bodies: requests and responses of the benchmark.
     """
     figures = {name: _figures(tally) for name, tally in tallies.items()}
@@ -158,20 +158,20 @@ def report(tallies: Mapping[str, Tally], recorded: Mapping[str, Mapping[str, int
             counts["wrong_answers"] = _wrong_answers(tally, bodies)
         checked |= {what if name == "ours" else f"{name}_{what}": count for what, count in counts.items()}
     ratio: dict[str, float] = {}
-    for name, of_road in figures.items():
+    for name, of_route in figures.items():
         if not name.startswith("peer"):
             continue
         suffix = name.removeprefix("peer")
         for key, short in {"cpu_us": "cpu", "cpu_us_stream": "cpu_stream", "p50_added_ms": "p50_added"}.items():
-            if key in of_road:
-                ratio[short + suffix] = round(of_road[key] / own[key], 2)
-        if "per_s" in of_road:
-            ratio["throughput" + suffix] = round(own["per_s"] / of_road["per_s"], 2)
+            if key in of_route:
+                ratio[short + suffix] = round(of_route[key] / own[key], 2)
+        if "per_s" in of_route:
+            ratio["throughput" + suffix] = round(own["per_s"] / of_route["per_s"], 2)
     return {**figures, "ratio": ratio, "checked": checked}
 
 
 def _turn(setup: Setup, tally: Tally, client: _Client, upstream: str, sizes: Sizes, *, first: bool) -> None:
-    """Send one turn of load over one road; a first turn only warms it up."""
+    """Send one turn of load over one route; a first turn only warms it up."""
     for kind in Kind:
         if kind not in setup.kinds:
             continue

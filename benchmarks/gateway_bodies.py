@@ -1,4 +1,4 @@
-"""Requests of an agent and responses of vLLM, as bytes: the same for every road, except for the response ids.
+"""Requests of an agent and responses of vLLM, as bytes: the same for every route, except for the response ids.
 
 In: a seed. Out: `Bodies`. Invariant: an answer without what was not asked for is byte by byte the answer with it, less those fields' values
 (null, as vLLM writes them), so that what a client gets through the gateway can be compared with what it gets straight from the upstream.

@@ -50,7 +50,7 @@ class Part(msgspec.Struct):
     ids: list[str] = []
     """Response ids of the answers."""
     answers: list[str] = []
-    """Different answers, without their ids and headers: only one if the road adds nothing of its own."""
+    """Different answers, without their ids and headers: only one if the route adds nothing of its own."""
     refused: list[str] = []
     """Descriptions of failed requests."""
 

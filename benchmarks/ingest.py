@@ -1,9 +1,9 @@
 """Benchmark of ingestion: CPU, memory and time to acknowledgement per span; our store, on disk, against a peer.
 
-In: how many spans, which, the road, the peer. Out: a table, a plot, and as the last line one JSON object; exit code 1 when a check fails.
-Invariant: client and receivers are processes of their own; ours and the peer get the same calls, and every span id is looked for where it
-is read. Token ids are written as each one's own tracer writes them (`peer`); the peer is measured a second time with the very bytes that
-ours gets (`peer_same_bytes`), which it keeps as text without reading them. Both ratios are reported.
+In: how many spans, which, the collector, the peer. Out: a table, a plot, and as the last line one JSON object; exit code 1 when a check
+fails. Invariant: client and receivers are processes of their own; ours and the peer get the same calls, and every span id is looked for
+where it is read. Token ids are written as each one's own tracer writes them (`peer`); the peer is measured a second time with the very
+bytes that ours gets (`peer_same_bytes`), which it keeps as text without reading them. Both ratios are reported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> int:
         default=Mix.LLM,
         help="LLM calls as any tracer writes them, as our gateway does, or whole rollouts",
     )
-    parser.add_argument("--road", choices=PATHS, default="embedded", help="to the store itself, or through the real collector")
+    parser.add_argument("--collector", choices=PATHS, default="embedded", help="to the store itself, or through the real Collector")
     parser.add_argument("--peer", choices=PEERS, help="measured in the same run")
     parser.add_argument("--peer-spans", type=int, default=10_000, help="that the peer takes in; it keeps 2 GB of 100000 in memory")
     parser.add_argument("--seed", type=int, default=0)
@@ -68,17 +68,17 @@ def main() -> int:
     arguments = parser.parse_args()
 
     same = Workload(arguments.seed, arguments.mix)
-    ours = _measured(PATHS[arguments.road], same, arguments.spans)
+    ours = _measured(PATHS[arguments.collector], same, arguments.spans)
     peers: dict[str, Measured] = {}
     if arguments.peer:
         peer_workload = Workload(arguments.seed, arguments.mix, Ids.ARRAYS)
         workloads = {"peer": peer_workload, "peer_same_bytes": same}
         peers = {name: _measured(PEERS[arguments.peer], workload, arguments.peer_spans) for name, workload in workloads.items()}
     result = report(ours, peers)
-    _print_table({f"spangrad, {arguments.road}": ours, **peers})
-    draw(arguments.plot, {f"spangrad, {arguments.road}": ours.samples} | {name: peer.samples for name, peer in peers.items()})
+    _print_table({f"spangrad, {arguments.collector}": ours, **peers})
+    draw(arguments.plot, {f"spangrad, {arguments.collector}": ours.samples} | {name: peer.samples for name, peer in peers.items()})
     print(f"plot: {arguments.plot}")
-    print(json.dumps({"benchmark": "ingest", "road": arguments.road, "mix": arguments.mix, **result}))
+    print(json.dumps({"benchmark": "ingest", "collector": arguments.collector, "mix": arguments.mix, **result}))
     return exit_code(result["checked"])
 
 

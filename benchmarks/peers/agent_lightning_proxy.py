@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gateway_bodies import POLICY, Bodies
-from benchmarks.gateway_roads import Kind, Setup
+from benchmarks.gateway_routes import Kind, Setup
 from benchmarks.peers import agent_lightning
 from benchmarks.peers.environment import peer_environment
 from spangrad.processes import Child, answers, free_ports, wait_until

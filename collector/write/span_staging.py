@@ -1,6 +1,6 @@
 """Insert of many bodies of spans at once, staged as rows in memory; the database decodes most spans, Python the rest.
 
-Invariant: both decoders give the same rows (tests/integration/test_collector_roads.py); every span of the bodies is counted in the staged
+Invariant: both decoders give the same rows (tests/integration/test_collector_routes.py); every span of the bodies is counted in the staged
 table, unless it was refused, before any of them is inserted.
 
 The database's decoder costs a third of Python's for a span and some twenty milliseconds for a batch: it is used from ENGINE_FROM spans on.

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from tests.support.deliveries import Road, running_road
+from tests.support.deliveries import Pipeline, running_pipeline
 
 KILLS = 20
 STORE_KILLS = 3
@@ -22,13 +22,13 @@ AWAY_SECONDS = float(os.environ.get("FAULTS_AWAY_SECONDS", "20"))
 
 
 @pytest.fixture
-def delivery(tmp_path: Path) -> Iterator[Road]:
-    with running_road(tmp_path) as delivery:
+def delivery(tmp_path: Path) -> Iterator[Pipeline]:
+    with running_pipeline(tmp_path) as delivery:
         yield delivery
 
 
 @pytest.mark.slow
-def test_collector_killed_20_times_loses_no_acknowledged_span(delivery: Road, chance: Random, report: Callable[[str], None]) -> None:
+def test_collector_killed_20_times_loses_no_acknowledged_span(delivery: Pipeline, chance: Random, report: Callable[[str], None]) -> None:
     load = delivery.load(chance.randrange(2**32))
     store_too = set(chance.sample(range(KILLS), STORE_KILLS))
     began = time.monotonic()
@@ -53,7 +53,9 @@ def test_collector_killed_20_times_loses_no_acknowledged_span(delivery: Road, ch
 
 
 @pytest.mark.slow
-def test_collector_while_store_is_away_loses_no_acknowledged_span(delivery: Road, chance: Random, report: Callable[[str], None]) -> None:
+def test_collector_while_store_is_away_loses_no_acknowledged_span(
+    delivery: Pipeline, chance: Random, report: Callable[[str], None]
+) -> None:
     load = delivery.load(chance.randrange(2**32))
     time.sleep(2)
     delivery.kill("store")

@@ -14,7 +14,7 @@ import pytest
 from collector.write.pending_batch import MAX_RETRY_SECONDS
 from spangrad.processes import wait_until
 from spangrad.store.clickhouse import connect
-from tests.support.deliveries import Load, exported, judge, lacking, running_road
+from tests.support.deliveries import Load, exported, judge, lacking, running_pipeline
 from tests.support.load_spans import Rollouts
 from tests.support.servers import post, running_store, small_disk, store_settings
 
@@ -93,7 +93,7 @@ def test_collector_with_full_queue_refuses_and_resumes_with_room(
 ) -> None:
     # As small a disk as `spangrad collector` takes for these queues: their files have room for what they may hold.
     (small_disk / "ballast").write_bytes(bytes(ROOM * 2**20 - 2 * QUEUE_BYTES - 2**20))
-    with running_road(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as pipeline:
+    with running_pipeline(tmp_path, queue_path=str(small_disk / "queue"), queue_bytes=QUEUE_BYTES) as pipeline:
         load = pipeline.load(chance.randrange(2**32))
         wait_until(lambda: load.tally.bodies > 30, 30, "some bodies")
         pipeline.kill("store")

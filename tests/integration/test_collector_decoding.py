@@ -49,17 +49,17 @@ class Decoders:
         """What was refused of each request, and all its rows as text."""
         bodies, names = list[TraceBody](), list[str]()
         for request in requests:
-            names.append(f"road {next(_numbers)}")
+            names.append(f"route {next(_numbers)}")
             named = ExportTraceServiceRequest.FromString(request.SerializeToString())
             for resource in named.resource_spans:
-                resource.resource.attributes.add(key="road").value.string_value = names[-1]
+                resource.resource.attributes.add(key="route").value.string_value = names[-1]
             bodies.append(trace_body(named, named.SerializeToString()))
         self.staging[decoder].commit(bodies)
         return [body.refused for body in bodies], [self._rows(name) for name in names]
 
     def _rows(self, name: str) -> list[str]:
-        where = f"ResourceAttributes['road'] = '{name}'"
-        others = "mapFilter((k, v) -> k != 'road', ResourceAttributes)"
+        where = f"ResourceAttributes['route'] = '{name}'"
+        others = "mapFilter((k, v) -> k != 'route', ResourceAttributes)"
         sql = f"SELECT hex(toString(tuple(* EXCEPT ResourceAttributes, {others}))) AS row FROM otel.otel_traces WHERE {where} ORDER BY row"
         return [bytes.fromhex(line).decode() for line in self.asking.query(sql).body.decode().splitlines()]
 

@@ -214,7 +214,7 @@ def evaluate(direct_mode: DirectMode, traces: list[str]) -> None:
     urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=30).close()
 
 
-@pytest.mark.slow  # its environment takes most of a minute to make; tests of test_loop and test_direct_mode_routes take the same road
+@pytest.mark.slow  # its environment takes most of a minute to make; tests of test_loop and test_direct_mode_routes take the same way
 def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(direct_mode: DirectMode) -> None:
     """Three variables, no package of ours: the address of the store's gRPC receiver, of vLLM, and a key that nobody asks for."""
     began = time.time_ns()

@@ -1,4 +1,4 @@
-"""A frozen upstream's calls on their road: retokenised by the gateway, marked in the store."""
+"""A frozen upstream's calls: retokenised by the gateway, marked in the store."""
 
 from __future__ import annotations
 

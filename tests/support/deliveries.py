@@ -289,7 +289,7 @@ def _counted(counts: dict[str, int]) -> dict[str, int]:
 DRAIN_SECONDS = 90
 
 
-class Road:
+class Pipeline:
     """A store and a Collector before it, each of which can be killed and started again."""
 
     def __init__(self, directory: Path, **changes: object) -> None:
@@ -336,10 +336,10 @@ class Road:
 
 
 @contextmanager
-def running_road(directory: Path, **changes: object) -> Generator[Road]:
+def running_pipeline(directory: Path, **changes: object) -> Generator[Pipeline]:
     """Both parts, started; stopped at the end. Skips the test where there is no Collector."""
     otelcol()
-    services = Road(directory, **changes)
+    services = Pipeline(directory, **changes)
     try:
         services.start_store()
         services.start_collector()

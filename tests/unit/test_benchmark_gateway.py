@@ -16,7 +16,7 @@ import pytest
 from benchmarks.gateway import Sizes, Tally, report
 from benchmarks.gateway_bodies import ANSWER_TOKENS, NO_ID, PROMPT_TOKENS, Bodies, text_of
 from benchmarks.gateway_client import Load, Order, Part
-from benchmarks.gateway_roads import Kind
+from benchmarks.gateway_routes import Kind
 from benchmarks.gateway_upstream import CHAT_PATH, serve
 from spangrad.processes import free_ports
 

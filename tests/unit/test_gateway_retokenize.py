@@ -1,4 +1,4 @@
-"""Calls of upstreams that give no token ids: ids made from their text, marked as that, off the client's road."""
+"""Calls of upstreams that give no token ids: ids made from their text, marked as that, after the client's answer."""
 
 from __future__ import annotations
 

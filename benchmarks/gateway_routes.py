@@ -1,4 +1,4 @@
-"""Roads from an agent to the engine, each with its record: our gateway with our store, and the interface of a peer's.
+"""Routes from an agent to the engine, each with its record: our gateway with our store, and the interface of a peer's.
 
 In: an empty directory, the upstream's address. Out: a `Setup` that answers. Invariant: its processes end with the `with` block; only the
 processes that carry the answers count as its cost, not those that keep the record.
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 class Setup(Protocol):
-    """Interface of a road that is measured: a proxy between agent and engine, with its record of calls."""
+    """Interface of a route that is measured: a proxy between agent and engine, with its record of calls."""
 
     url: str
     """URL for agents, without /v1."""
@@ -53,7 +53,7 @@ class Setup(Protocol):
 
 
 class Gateway:
-    """Our road: `spangrad gateway`, which exports its spans to a `spangrad store`."""
+    """Our route: `spangrad gateway`, which exports its spans to a `spangrad store`."""
 
     def __init__(self, gateway: Child, port: int, store: StoreSettings) -> None:
         self.kinds = frozenset(Kind)

@@ -45,15 +45,15 @@ class Routes:
 
         Args:
             signal: traces or logs.
-            body: makes the request; every resource must hold the attribute `road` with the text that is given.
+            body: makes the request; every resource must hold the attribute `route` with the text that is given.
             count: how many rows are expected.
             content_type: of the body.
         """
         self._requests += 1
         for route, url in self._urls.items():
             assert post(f"{url}/v1/{signal}", body(f"{route} {self._requests}"), content_type) == 200
-        asked = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}}"
-        parameters = {"road": f"collector {self._requests}"}
+        asked = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}}"
+        parameters = {"route": f"collector {self._requests}"}
         wait_until(lambda: self._client.query(asked, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
         by_collector, direct = (self._read(signal, f"{route} {self._requests}") for route in ROUTES)
         return by_collector, direct
@@ -61,10 +61,10 @@ class Routes:
     def _read(self, signal: str, route: str) -> Rows:
         columns = [row[0] for row in self._client.query(f"DESCRIBE otel.otel_{signal}").result_rows]
         # As text, so that the order of a map's keys counts too.
-        without_road = {"ResourceAttributes": "mapFilter((k, v) -> k != 'road', ResourceAttributes)"}
-        texts = ", ".join(f"toString({without_road.get(column, f'`{column}`')})" for column in columns)
-        asked = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['road'] = {{road:String}} ORDER BY tuple({texts})"
-        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"road": route}).result_rows
+        without_route = {"ResourceAttributes": "mapFilter((k, v) -> k != 'route', ResourceAttributes)"}
+        texts = ", ".join(f"toString({without_route.get(column, f'`{column}`')})" for column in columns)
+        asked = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}} ORDER BY tuple({texts})"
+        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"route": route}).result_rows
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
@@ -72,7 +72,7 @@ class Routes:
 def routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routes]:
     """A store of its own: the fixtures' spans would be met in the shared one."""
     otelcol()  # or skip at once
-    directory = tmp_path_factory.mktemp("roads")
+    directory = tmp_path_factory.mktemp("routes")
     store = store_settings(directory / "data")
     with (
         running_store(store, directory / "store.log"),
@@ -102,8 +102,8 @@ def test_framework_spans_give_same_rows_by_collector_and_receivers(routes: Route
 
     def body(route: str) -> bytes:
         for resource_spans in whole["resourceSpans"]:
-            kept = [item for item in resource_spans["resource"].get("attributes", []) if item["key"] != "road"]
-            resource_spans["resource"]["attributes"] = [*kept, *attributes({"road": text(route)})]
+            kept = [item for item in resource_spans["resource"].get("attributes", []) if item["key"] != "route"]
+            resource_spans["resource"]["attributes"] = [*kept, *attributes({"route": text(route)})]
         return json.dumps(whole).encode()
 
     assert count > 0
@@ -118,7 +118,7 @@ def test_random_spans_give_same_rows_by_collector_and_receivers(routes: Routes, 
     def body(route: str) -> bytes:
         named = ExportTraceServiceRequest.FromString(request.SerializeToString())
         for resource_spans in named.resource_spans:
-            resource_spans.resource.attributes.add(key="road").value.string_value = route
+            resource_spans.resource.attributes.add(key="route").value.string_value = route
         return named.SerializeToString()
 
     require_equal(*routes.rows("traces", body, 200), 200)
@@ -132,7 +132,7 @@ def test_random_log_records_give_same_rows_by_collector_and_receivers(routes: Ro
     def body(route: str) -> bytes:
         named = ExportLogsServiceRequest.FromString(request.SerializeToString())
         for resource_logs in named.resource_logs:
-            resource_logs.resource.attributes.add(key="road").value.string_value = route
+            resource_logs.resource.attributes.add(key="route").value.string_value = route
         return named.SerializeToString()
 
     require_equal(*routes.rows("logs", body, 200), 200)
@@ -179,7 +179,7 @@ TRACE_ID = "0102030405060708090a0b0c0d0e0f10"
 
 
 def resource(route: str) -> dict[str, Any]:
-    return {"attributes": [*attributes({"road": text(route), "service.name": text("agent")}), *VALUES]}
+    return {"attributes": [*attributes({"route": text(route), "service.name": text("agent")}), *VALUES]}
 
 
 def odd_spans(route: str) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def odd_spans(route: str) -> dict[str, Any]:
     backwards = {**ids, "name": "backwards", "startTimeUnixNano": "100", "endTimeUnixNano": "50", "kind": 9, "status": {"code": 7}}
     double = {**ids, "name": "twice", "attributes": [*attributes({"k": text("2")}), *attributes({"k": text("1"), "a": text("1")})]}
     scope = {"name": "scope", "version": "1", "attributes": VALUES}
-    numbered = {"attributes": attributes({"road": text(route), "service.name": {"intValue": "5"}})}
+    numbered = {"attributes": attributes({"route": text(route), "service.name": {"intValue": "5"}})}
     return {
         "resourceSpans": [
             {"resource": resource(route), "schemaUrl": "url", "scopeSpans": [{"scope": scope, "spans": [full, empty, backwards, double]}]},
