@@ -3,7 +3,7 @@
 In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests), `.venv-vllm`
 (the engine, whose pins contradict the trainer's) and, when asked for, `.venv-docs` (the documentation's site). Invariant:
 an environment counts as made only when its stamp, written last, matches what it was made from and its packages can be
-found; anything else is mended or made anew.
+found; anything else is repaired or made anew.
 
 Standard library only: this runs before anything is installed.
 """
@@ -56,14 +56,14 @@ class Environment:
         return digest.hexdigest()
 
     def runs(self) -> bool:
-        """Whether its interpreter does."""
+        """Return whether its interpreter runs."""
         try:
             return subprocess.run([self.python, "-c", ""], check=False, capture_output=True).returncode == 0
         except OSError:
             return False
 
     def fault(self) -> str | None:
-        """What keeps the environment from being used; None when it is whole."""
+        """Return the reason why the environment cannot be used; None when it is whole."""
         if not self.directory.exists():
             return "is not there"
         if not self.stamp.exists():

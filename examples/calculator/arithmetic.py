@@ -7,7 +7,7 @@ from __future__ import annotations
 
 HIGHEST = 99
 CALLS = 3
-"""How often an agent may use it for one question."""
+"""Most calls of the calculator for one question."""
 OPERATORS = ("+", "-", "*", "/")
 
 

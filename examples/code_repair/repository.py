@@ -1,7 +1,8 @@
 """Small repositories with one bug each, made by a seed.
 
-In: dice. Out: a `Repository`: three modules of a function each, a comment that says what it computes, unit tests, and a script that runs
-them. Invariant: the tests of one module fail, they pass once its function is what its comment says, and the others pass anyway.
+In: a random generator. Out: a `Repository`: three modules of a function each, a comment that says what it computes, unit tests, and a
+script that runs them. Invariant: the tests of one module fail, they pass once its function is what its comment says, and the others pass
+anyway.
 """
 
 from __future__ import annotations

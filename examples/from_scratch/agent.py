@@ -32,7 +32,7 @@ async def _ask(endpoint: str, messages: list[dict[str, str]]) -> str:
 
 
 def called(reply: str) -> str | None:
-    """What the calculator says to a reply: a number or "error"; None where the reply does not call it."""
+    """Return the calculator's answer to a reply: a number or "error"; None where the reply does not call it."""
     match reply.split():
         case ["calc", a, ("+" | "-" | "*" | "/") as operator, b] if a.isdigit() and b.isdigit():
             try:

@@ -1,4 +1,4 @@
-"""What one example says of itself, so that the loop can run it.
+"""Description of an example, by which the loop runs it.
 
 In: an agent or an environment, its questions and a model to make. Out: an `Example`. Invariant: training questions and held-out ones are
 written before the first rollout and share no text; every training question is put once.
@@ -20,7 +20,7 @@ GROUP_SIZE = 8
 """Rollouts of each."""
 
 Question = Mapping[str, Any]
-"""What the agent is given, and what its evaluator needs beside it; JSON can write it."""
+"""Input of the agent, and facts that its evaluator needs besides; JSON can write it."""
 
 
 @dataclass(frozen=True)

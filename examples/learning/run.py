@@ -38,12 +38,12 @@ from spangrad.supervisor.run_directory import fresh_directory
 from spangrad.types import Mode, Task
 
 POLL_SECONDS = 0.25
-"""How often builder and trainer look into the store. On two cores each look takes CPU from the agents."""
+"""Time between two looks of builder and trainer into the store, in seconds. On two cores each look takes CPU from the agents."""
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""How vLLM is kept from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker of
-its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
+"""Variables that keep vLLM from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker
+of its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
 STAND_IN = 4
-"""Of so many questions one more is drawn, to stand in for a group that failed."""
+"""Number of questions for which one more is drawn, to stand in for a group that failed."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Step:
     """Model calls a rollout."""
     seconds_rollout: float
     seconds_until_served: float
-    """From the last rollout's end until the new version answers: build, train, publish."""
+    """Time from the last rollout's end until the new version answers: build, train, publish."""
 
 
 def main(example: Example, options: Sequence[str] | None = None, parents: Sequence[argparse.ArgumentParser] = ()) -> None:

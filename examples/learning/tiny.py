@@ -28,9 +28,9 @@ CHAT_TEMPLATE = (
 """A tool call is written as the model says it: the tool's name and its arguments, word by word (`word_calls.py` reads it back)."""
 RATE = 3e-3
 RATE_STEPS = 20
-"""Over which the rate rises."""
+"""Steps over which the rate rises."""
 LAST_PART = 0.3
-"""Of the steps, with LAST_RATE of the rate: 0.3 both."""
+"""Share of the steps that have LAST_RATE of the rate."""
 LAST_RATE = 0.3
 
 Transcript = Sequence[Mapping[str, Any]]

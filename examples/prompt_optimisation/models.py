@@ -1,4 +1,4 @@
-"""Two models of which a script is the mind: one does what its prompt says word for word, one criticises prompts and mends them.
+"""Two models of which a script is the mind: one does what its prompt says word for word, one criticises prompts and corrects them.
 
 In: OpenAI's chat requests, for model `policy` or `critic`. Out: answers. Invariant: the same request has the same answer.
 """
@@ -24,7 +24,7 @@ _PROMPT = re.compile(r"<prompt>\n(.*?)\n</prompt>", re.DOTALL)
 
 
 def reply(messages: list[dict[str, str]]) -> str:
-    """What the policy says: a date, in the form that its prompt asks for."""
+    """Return the policy's reply: a date, in the form that its prompt asks for."""
     system, question = messages[0]["content"], messages[-1]["content"]
     match = _SAID.search(question)
     if match is None:
@@ -35,7 +35,7 @@ def reply(messages: list[dict[str, str]]) -> str:
 
 
 def criticise(messages: list[dict[str, str]]) -> str:
-    """What the critic says: the first thing that is wrong in the runs; of a critique, the prompt with what mends it."""
+    """Return the critic's reply: the first fault of the runs; to a critique, the prompt with its correction."""
     asked = messages[-1]["content"]
     match = _PROMPT.search(asked)
     prompt = match[1] if match else ""

@@ -20,9 +20,9 @@ SIZE = 50
 FOUND = 2
 """Sentences that a search gives."""
 NOTHING = "found nothing"
-"""What a search that finds none gives."""
+"""Answer of a search that finds none."""
 SEARCHES = 3
-"""How often an agent may search for one question."""
+"""Most searches of an agent for one question."""
 
 
 def _names(count: int, ending: str, seed: int) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ RIGHT, FORM = 0.9, 0.1
 
 
 def is_held_out(hops: list[tuple[str, str]]) -> bool:
-    """Whether a chain of relations from this entity is kept out of training."""
+    """Return whether a chain of relations from this entity is kept out of training."""
     return random.Random(repr(([relation for relation, _ in hops], hops[0][1]))).random() < HELD_OUT_SHARE
 
 

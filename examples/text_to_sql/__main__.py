@@ -10,7 +10,7 @@ from examples.learning.run import main
 from examples.text_to_sql.task import questions
 
 TRAINED = {"both": "(re)?writer_agent", "writer": "writer_agent", "rewriter": "rewriter_agent"}
-"""Whose calls are trained, as a pattern of agents' names."""
+"""Pattern of the names of agents whose calls are trained."""
 
 
 def example(trained: str, checker: str) -> Example:

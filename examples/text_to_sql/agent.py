@@ -1,8 +1,8 @@
 """Three agents that answer a question in SQL, written with LangGraph, that know nothing of being trained.
 
 In: {"text": "total age of singers with albums dearer than 51", ...}. Out: {"query": the last query, "queries": all of them,
-"verdicts": what the checker said}. The writer writes a query; it is run; the checker, a model of its own, says what it thinks of it; the
-rewriter mends what is thought wrong, and so on, three queries in all. The models' address and key come from OPENAI_BASE_URL and
+"verdicts": what the checker said}. The writer writes a query; it is run; the checker, a model of its own, judges it; the
+rewriter corrects what is judged wrong, and so on, three queries in all. The models' address and key come from OPENAI_BASE_URL and
 OPENAI_API_KEY.
 
 With `"oracle": true` the checker is no model: it compares with the right query's parts and errs in one case of ten.
@@ -34,7 +34,7 @@ _WORDS = frozenset(WORDS)
 
 
 class State(TypedDict):
-    """What the graph's nodes share."""
+    """State that the graph's nodes share."""
 
     given: Mapping[str, Any]
     queries: Annotated[list[str], operator.add]
@@ -92,7 +92,7 @@ class SqlTeam:
         return Command(goto=END if self.accepts(verdict) else "rewriter_agent", update={"verdicts": [verdict]})
 
     async def rewrite(self, state: State) -> Command[str]:
-        """Mend the last query."""
+        """Correct the last query."""
         messages = self.rewriting(state["given"], state["queries"][-1], state["verdicts"][-1])
         return self._after(self.query((await self.policy().ainvoke(messages)).text), len(state["queries"]) + 1)
 

@@ -61,7 +61,7 @@ def rows(query: str) -> Rows | None:
 
 
 def outcome(query: str) -> str:
-    """How running it went, in a word: error, empty or rows."""
+    """Return the outcome of running a query, in a word: error, empty or rows."""
     selected = rows(query)
     if selected is None:
         return "error"

@@ -1,7 +1,7 @@
-"""Which questions there are, and the query that answers each.
+"""Grammar of the questions, and the query that answers each.
 
-In: dice. Out: a question in words and the four parts of its query: what is selected, from where, under which condition, with which value.
-Invariant: 16 of the 84 patterns (aggregate, tables, condition) are held out, and drawn only where they are asked for.
+In: a random generator. Out: a question in words and the four parts of its query: what is selected, from where, under which condition, with
+which value. Invariant: 16 of the 84 patterns (aggregate, tables, condition) are held out, and drawn only where they are asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from examples.text_to_sql.database import CITIES, COUNTRIES, GENRES
 
 AGGREGATES = {"list the": "", "how many": "count", "average {number} of": "avg", "total {number} of": "sum"}
-"""How a question begins -> SQL's function; none: the rows themselves."""
+"""Beginning of a question -> SQL's function; none: the rows themselves."""
 LABELS = {"singer": "name", "album": "title", "concert": "city"}
 NUMBERS = {"singer": "age", "album": "price", "concert": "year"}
 RANGES = {"age": (22, 66), "price": (8, 56), "year": (1984, 2016)}
@@ -65,7 +65,7 @@ CONDITIONS = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a question is about, but for the value."""
+    """Pattern of a question: all of it but the value."""
 
     begins: str
     table: str
@@ -74,7 +74,7 @@ class Pattern:
     condition: Condition
 
     def parts(self, value: str) -> tuple[str, str, str, str]:
-        """Of its query."""
+        """Return the parts of its query."""
         function, tables = AGGREGATES[self.begins], self.table
         if self.asked_of != self.table:
             tables = f"{self.table} natural join {self.asked_of}"
@@ -106,14 +106,14 @@ def query(parts: Sequence[str]) -> str:
 
 
 def split(sql: str) -> tuple[str, str, str] | None:
-    """What a query selects, from where, and where; None where it has not this form."""
+    """Return the clauses of a query: select, from, where; None where it has not this form."""
     selected, come, rest = sql.removeprefix("select ").partition(" from ")
     tables, where, condition = rest.partition(" where ")
     return (selected, tables, condition) if sql.startswith("select ") and come and where else None
 
 
 def verdict(sql: str, parts: Sequence[str]) -> str:
-    """What is wrong with a query, beside the parts of the right one: ok, or wrong and the first part that differs."""
+    """Return the verdict on a query, beside the parts of the right one: ok, or wrong and the first part that differs."""
     clauses = split(sql)
     if clauses is None:
         return "wrong sql"

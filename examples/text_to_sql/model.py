@@ -26,7 +26,7 @@ TOLD_ERRS = 0.1
 STEPS, ROWS = 330, 64
 CHECKER_STEPS, CHECKER_ROWS = 1000, 64
 FAULTS = {"none": 6, "several": 2, "torn": 0.5, "select": 3, "from": 2, "column": 2, "operator": 5}
-"""Of the queries that the checker is shown, by weight; the hard ones more often than a policy makes them.
+"""Faults of the queries that the checker is shown, by weight; the hard ones more often than a policy makes them.
 
 A wrong value is not among them: a model of this size does not learn to compare numbers that it has never seen compared."""
 _ROLES = {"system": "system", "human": "user"}
@@ -44,7 +44,7 @@ def spoiled(rng: random.Random, parts: list[str], right: float, blind: set[int])
 
 
 def policy_transcript(rng: random.Random) -> Transcript:
-    """A first query, or one that mends another."""
+    """Return the transcript of a first query, or of one that corrects another."""
     asked = question(rng, TRAINED)
     text, parts = asked["text"], list(asked["parts"])
     blind = {part for word, part in NEVER_SHOWN.items() if word in text.split()}

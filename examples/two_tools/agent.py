@@ -43,7 +43,7 @@ TOOLS: dict[str, BaseTool] = {"weather": weather, "clock": clock}
 
 
 class State(TypedDict):
-    """What the graph's nodes share."""
+    """State that the graph's nodes share."""
 
     city: str
     messages: Annotated[list[AnyMessage], operator.add]
