@@ -41,7 +41,7 @@ POLL_SECONDS = 0.25
 """Time between two looks of builder and trainer into the store, in seconds. On two cores each look takes CPU from the agents."""
 THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Variables that keep vLLM from taking cores that it does not use. By default it ties each engine to the first of two cores, and a worker
-of its own waits for work by spinning: two thirds of its CPU, seen by a profile. The last variable lets the engine's process run the model."""
+of its own waits for work by spinning: two thirds of its CPU by a profile. The last variable lets the engine's process run the model."""
 STAND_IN = 4
 """Number of questions for which one more is drawn, to stand in for a group that failed."""
 
