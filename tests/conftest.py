@@ -174,7 +174,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one vLLM leaves for the next: how the model's class is made, which takes a process that imports all of vLLM to find out."""
+    """Return the cache directory that vLLM processes share: with the inspected model class in it, none imports all of vLLM again for it."""
     cache = tmp_path_factory.mktemp("vllm") / "cache"
     cache.mkdir()
     return cache
@@ -201,7 +201,7 @@ def gateway(engine: Settings, store: StoreSettings, tmp_path_factory: pytest.Tem
 
 @pytest.fixture
 def plugin_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `spangrad engine` tells the plugin in vLLM: policy `policy` in version 3, its model in `tmp_path`."""
+    """Set the variables that `spangrad engine` passes to the plugin in vLLM: policy `policy` in version 3, its model in `tmp_path`."""
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setenv("SPANGRAD_GATEWAY__POLICY", "policy")
     monkeypatch.setenv("SPANGRAD_ENGINE__VERSION", "3")

@@ -14,7 +14,7 @@ Report = Callable[[str], None]
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> Report:
-    """Prints a line at once, whatever pytest does with output, and where the test fails: nobody hears a worker of pytest-xdist."""
+    """Return a function that prints a line at once, uncaptured, and in a failed test's report: pytest-xdist's workers show no output."""
 
     def print_line(text: str) -> None:
         request.node.add_report_section("call", "reported", text)

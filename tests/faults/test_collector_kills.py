@@ -18,7 +18,7 @@ from tests.support.deliveries import Pipeline, running_pipeline
 KILLS = 20
 STORE_KILLS = 3
 AWAY_SECONDS = float(os.environ.get("FAULTS_AWAY_SECONDS", "20"))
-"""How long the store is away; a minute takes a minute and a half in all."""
+"""Seconds for which the store is away; with 60 the test takes a minute and a half in all."""
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from tests.support.servers import post, running_store, small_disk, store_setting
 ROOM = 640
 """MiB."""
 TIMES = 6
-"""That the disk is full: whether a write fails in its middle is a matter of milliseconds."""
+"""Number of times that the disk is filled: a failure in the middle of a write depends on milliseconds."""
 QUEUE_BYTES = 2**27
-"""Of each signal."""
+"""Size of the queue of each signal."""
 FILL_BYTES_A_SECOND = 300 * 2**20
 
 
@@ -46,7 +46,7 @@ def fill(disk: Path) -> Path:
 
 
 def stands_still(load: Load) -> bool:
-    """Whether nothing is taken for a while."""
+    """Return whether no body of the load is accepted for three seconds."""
     bodies = load.tally.bodies
     time.sleep(3)
     return load.tally.bodies == bodies

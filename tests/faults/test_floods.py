@@ -23,7 +23,7 @@ from tests.support.servers import running_store, store_settings
 
 CONNECTIONS = 2000
 FEW_FILES = 1024
-"""What a process may open by default on most systems."""
+"""Number of files that a process may open by default on most systems."""
 LET_GO_SECONDS = 90
 """Within which a connection that sends no whole request is ended."""
 SLOWEST_SECONDS = 5
@@ -32,7 +32,7 @@ BEGUN = {
     "half a head": b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Ty",
     "half a body": b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/x-protobuf\r\nContent-Length: 100000\r\n\r\n\x0a\x10",
 }
-"""What each connection sends of a request; the path is the port's."""
+"""Part of a request that each connection sends, by case; `%s` stands for the path, which depends on the port."""
 
 
 @contextmanager

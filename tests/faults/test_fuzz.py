@@ -1,7 +1,7 @@
-"""Broken bodies by the thousand, to every door: each is answered, in the protocol's own words, and harms nobody else's.
+"""Fuzzing of the store's receivers: each broken body gets an answer of its protocol, and sound bodies are stored right.
 
-FAULTS_BODIES says how many, 10,000 unless set; the quick run sends a few hundred. Sound bodies go along all the while, large enough that
-the engine decodes broken and sound ones together, and must be stored right.
+FAULTS_BODIES is the number of bodies, 10,000 unless set; the quick run sends a few hundred. Sound bodies are sent at the same time, large
+enough that the engine decodes broken and sound ones together.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Load:
     answered: set[str] = field(default_factory=set[str])
     """Rollouts whose client has the whole answer."""
     broken: int = 0
-    """Calls that broke off, or found nobody."""
+    """Number of calls that broke off, or found no gateway."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -111,7 +111,7 @@ def settings(tmp_path: Path) -> Generator[Settings]:
 
 @dataclass(frozen=True)
 class Found:
-    """What the store says of a run's calls."""
+    """Counts of a run's calls in the store: answered calls that are missing, rollouts with several, rows delivered."""
 
     missing: int
     double: int
@@ -132,7 +132,7 @@ def counted(store: StoreSettings, load: Load) -> Found:
 
 
 def settled(store: StoreSettings, load: Load, seconds: float = 60) -> Found:
-    """What the store says when nothing is missing, or when the time is over."""
+    """Return the counts once no answered call is missing in the store, or the last ones when the time is over."""
     end = time.monotonic() + seconds
     while (now := counted(store, load)).missing and time.monotonic() < end:
         time.sleep(0.2)

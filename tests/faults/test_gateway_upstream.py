@@ -1,4 +1,4 @@
-"""The gateway between an engine and clients that misbehave: each call leaves one span, with what had come by then; nobody else suffers."""
+"""The gateway between an engine and clients that misbehave: each call leaves one span, with what had come by then; other calls go on."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def _slow_reader(stage: Stage) -> socket.socket:
 
 
 async def _stalled(upstream: Upstream) -> None:
-    """Until the gateway has taken nothing more from the engine for a while."""
+    """Wait until the gateway has taken nothing more from the engine for a while."""
     async with asyncio.timeout(30):
         taken = -1
         while not upstream.exchanges or upstream.exchanges[0].sent != taken:

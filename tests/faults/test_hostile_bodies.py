@@ -27,7 +27,7 @@ from tests.support.processes import height_mib, resident_mib
 from tests.support.servers import running_store, store_settings
 
 GROWTH_MIB = 1536
-"""What bodies may cost at once: the store's budget is 256 MiB, a single body may have 512, and both exist packed and unpacked."""
+"""Memory that bodies may cost at once: the store's budget is 256 MiB, a single body may have 512, and both exist packed and unpacked."""
 AT_ONCE = 12
 SLOWEST_SECONDS = 10
 TOO_MUCH = {(413, b"Code: 307. DB::Exception: "), (503, b"Code: 202. DB::Exception: ")}

@@ -21,7 +21,7 @@ from tests.support.load_spans import JSON, PROTOBUF
 
 TIME = 1_767_614_400_000_000_000
 DEPTH = 40
-"""Of lists within each other: protobuf's own parser allows a hundred messages, two a list."""
+"""Number of lists nested in each other, within the 100 messages that protobuf's own parser allows, at two a list."""
 TOO_DEEP = 60
 
 by_each_decoder = pytest.mark.parametrize("company", [0, 1000], ids=["by Python", "by the engine"])

@@ -107,7 +107,7 @@ async def survive(settings: Settings, directory: Path, kills: int, seed: int) ->
 
 
 def require_truth(settings: Settings, enqueued: set[str], cancelled: set[str], acknowledged: Counter[tuple[str, int]], kills: int) -> None:
-    """What was acknowledged is what the rows say."""
+    """Assert that the queue's rows agree with everything that was acknowledged."""
     database = QueueDatabase(settings.queue.db.get_secret_value())
     with database.reading() as connection:
         states = {row.rollout_id: RolloutState(row.state) for row in connection.execute(sa.select(ROLLOUTS))}
@@ -141,7 +141,7 @@ async def test_queue_killed_50_times_loses_no_rollout(queue_db: str, tmp_path: P
 
 
 def test_queue_server_sigterm_answers_waiting_requests_and_keeps_acknowledged_work(tmp_path: Path) -> None:
-    """SIGTERM: whoever waits is answered at once, and what was asked for is done."""
+    """The queue answers a waiting lease request at once at SIGTERM, and every acknowledged rollout is in its database."""
     settings = crash_settings(f"sqlite:///{tmp_path}/queue.db")
     server = queue_process(settings, tmp_path / "queue.log")
 

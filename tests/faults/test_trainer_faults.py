@@ -58,7 +58,7 @@ class Filling(FakeOptimizer):
 
 @pytest.mark.parametrize("left", [0, 4, 64, 200], ids=lambda left: f"{left} KiB left")
 def test_trainer_with_full_disk_at_checkpoint_repeats_step_once_there_is_room(small_disk: Path, tmp_path: Path, left: int) -> None:
-    """With no room at all the ledger cannot write either; the step is done again when there is."""
+    """A full disk stops the checkpoint, and at 0 KiB also the ledger; the step is repeated once there is room."""
     chosen = settings(write_base(tmp_path / "base"), small_disk / "policies", groups_per_batch=1)
     trainer = wired(chosen, FakeSource(["a", "b", "c"]), Filling(small_disk, left))
     with pytest.raises(SpangradError, match=r"No space left on device|disk is full|disk I/O error") as caught:
@@ -181,7 +181,7 @@ print(sum(made))
 
 
 def test_trainers_of_one_branch_take_turns_without_repeating_a_step(place: Place, tmp_path: Path) -> None:
-    """Two processes with one ledger and one directory: each step goes on from the one before, whoever made it."""
+    """Two trainers share a ledger and a directory: each step continues from the one before, made by either of them."""
     names, where = [f"g{i:02}" for i in range(24)], place("policies")
     base, url = write_base(tmp_path / "base"), "" if isinstance(where, Path) else where
     directory = where if isinstance(where, Path) else tmp_path / "policies"

@@ -189,7 +189,7 @@ def left_behind(settings: Settings) -> set[str]:
 
 
 def mirrored(world: BuiltRollouts, settings: Settings) -> list[tuple[int, str]]:
-    """What the store says of the branch."""
+    """Return the versions of the branch with their statuses, as the store has them."""
     query = "SELECT Version, Status FROM spangrad.policy_versions WHERE Branch = %(branch)s ORDER BY Version"
     return [
         (int(version), status) for version, status in world.client.query(query, parameters={"branch": settings.trainer.branch}).result_rows
@@ -197,7 +197,7 @@ def mirrored(world: BuiltRollouts, settings: Settings) -> list[tuple[int, str]]:
 
 
 def place(settings: Settings) -> str:
-    """Where in its work a trainer was killed, as far as it left traces."""
+    """Return the point of its work at which a trainer was killed, as far as its files show."""
     if not (settings.trainer.directory / "ledger.db").exists():
         return "before there was a ledger"
     known = {version.version: version.status for version in versions(settings)}

@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the trainer's checks run: cuda; or cpu with --gpu-checks-on-cpu, where it can."""
+    """Device of the trainer's checks: cuda, or cpu with --gpu-checks-on-cpu."""
     if request.config.getoption("--gpu-checks-on-cpu"):
         return "cpu"
     if not gpus():

@@ -1,4 +1,4 @@
-"""What a CPU cannot show of an engine: bfloat16 logprobs against the trainer's, publications, sleep and wake-up on a GPU."""
+"""GPU-only checks of an engine: bfloat16 logprobs against the trainer's, publications, sleep and wake-up."""
 
 from __future__ import annotations
 

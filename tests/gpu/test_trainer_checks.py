@@ -1,4 +1,4 @@
-"""What a CPU cannot show of the trainer: bfloat16, packed rows, copies beside the next step, memory, speed, ranks over NCCL."""
+"""Checks of the trainer that need a GPU: bfloat16, packed rows, copies beside the next step, memory, speed, ranks over NCCL."""
 
 from __future__ import annotations
 

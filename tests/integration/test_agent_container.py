@@ -239,7 +239,7 @@ async def test_agent_host_killed_leaves_no_container(tmp_path: Path, docker: Fak
 
 
 def _dead_worker() -> str:
-    """What a worker of this machine was called that has ended."""
+    """Return the name of a worker of this machine that has ended."""
     name = "from spangrad.leases import this_process; print(this_process())"
     return subprocess.run([sys.executable, "-c", name], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -275,7 +275,7 @@ def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> 
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether it is gone, or only waits for somebody to collect it."""
+    """Return whether the process is gone, or is a zombie."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -39,7 +39,7 @@ class Place:
         return self.settings.queue.url or ""
 
     def queue(self, run_id: str) -> QueueHttp:
-        """To look at."""
+        """Return a queue client through which a test inspects a run."""
         return QueueHttp(self.url, None, run_id, retry_seconds=5)
 
     def start(self, script: Path, *words: str) -> subprocess.Popen[str]:

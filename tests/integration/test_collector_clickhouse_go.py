@@ -41,7 +41,7 @@ MATCHING = [
     ("builds", f"{_BUILD}, 1 AS Revision"),
     ("rewards", f"{_BUILD}, 1 AS Revision"),
 ]
-"""What rows must be for the views that join or choose them."""
+"""Values, by table, of rows that the views which join or choose rows return."""
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ print(os.read(reading, 5).decode())
 
 
 def confined(tmp_path: Path) -> list[str]:
-    """What a process sees that confined itself to a directory, beside which a file lies."""
+    """Return the lines that a process prints after it has confined itself to a directory beside which a file lies."""
     directory, other = tmp_path / "mine", tmp_path / "other"
     directory.mkdir()
     other.write_text("somebody else's")

@@ -46,7 +46,7 @@ class Decoders:
             handle.close()
 
     def commit(self, decoder: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[list[str]]]:
-        """What was refused of each request, and all its rows as text."""
+        """Commit requests by one decoder; return the refusals of each request, and all its rows as text."""
         bodies, names = list[TraceBody](), list[str]()
         for request in requests:
             names.append(f"route {next(_numbers)}")
@@ -83,7 +83,7 @@ def decoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoders]:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many spans Python encoded, call by call."""
+    """Return a list that receives the number of spans of each call of Python's encoder."""
     counts: list[int] = []
 
     def encode(*args: Any) -> Any:

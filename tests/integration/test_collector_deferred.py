@@ -1,4 +1,4 @@
-"""Spans that wait: acknowledged when the journal has them, in the tables for whoever asks, whatever goes wrong meanwhile.
+"""Spans that wait: acknowledged when the journal has them, and in the tables for every query, whatever fails meanwhile.
 
 The engine is a real one, in this process; what fails is made to fail by views, by settings, or by the journal's disk.
 """
@@ -110,7 +110,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, name: str, code: int = 241) -> None
 
 @contextmanager
 def foreign_view(asking: Handle, refuses: str) -> Generator[None]:
-    """A view of somebody else's over all spans, that refuses those of which a condition holds."""
+    """Create a foreign view over all spans, which refuses those of which a condition holds, and drop it afterwards."""
     asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
     view = f"SELECT throwIf({refuses}, 'bad') AS n FROM otel.otel_traces"
     asking.query(f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS {view}")
@@ -345,7 +345,7 @@ def test_write_buffer_with_foreign_view_inserts_each_commit(store: Store, asking
 def test_write_buffer_with_full_pending_batch_refuses_further_commits(
     store: Store, asking: Handle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A view that came while spans waited: nobody is told that these are bad, and they stay."""
+    """Waiting spans that a view created meanwhile refuses are not reported to senders as bad, and they stay."""
     first, second, third, large = names(4)
     monkeypatch.setattr(pending_batch, "MAX_SPANS", 2)
     monkeypatch.setattr(pending_batch, "RETRY_SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""What the store does when rows are odd, a write fails, or too much comes at once: it says so, and nothing is lost in silence."""
+"""Faults at the store: odd rows, failing writes and too many bytes are reported, and nothing is lost in silence."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ print(faults())
 
 
 def output_of(program: str, **environment: str) -> str:
-    """What a fresh process says."""
+    """Return the standard output of a Python program that runs in a fresh process."""
     variables = {name: value for name, value in os.environ.items() if name != "JE_MALLOC_CONF"} | environment
     return subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=variables).stdout
 

@@ -1,6 +1,6 @@
 """`spangrad collector`: the real OpenTelemetry Collector between unmodified agents and the store.
 
-What a sender was told is accepted reaches the store, whoever was away in between.
+Spans whose acceptance a sender was told reach the store, whichever process was away in between.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def rows_of(store: StoreSettings, query: str, **parameters: object) -> list[tupl
 
 
 def stored(store: StoreSettings, ids: set[str]) -> set[str]:
-    """Which of the spans the store has; each is counted once."""
+    """Return those of the span ids that the store has, and assert that it counts each once."""
     rows = rows_of(
         store, "SELECT SpanId FROM spangrad.rollout_spans WHERE RowKind = 'span' AND SpanId IN {ids:Array(String)}", ids=sorted(ids)
     )

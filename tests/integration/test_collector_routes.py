@@ -28,7 +28,7 @@ Rows = list[dict[str, str]]
 
 
 class Routes:
-    """Where each route begins, and the store in which both end."""
+    """Client of the two routes to one store: through a collector, and directly."""
 
     def __init__(self, store: StoreSettings, collector: str) -> None:
         self._client = connect(store)

@@ -86,7 +86,7 @@ def client(store: StoreSettings) -> Generator[Client]:
 
 
 def understood(client: Client, statement: str) -> bool:
-    """Whether the engine's own parser takes a statement."""
+    """Return whether the database's own parser accepts a statement."""
     try:
         client.query("SELECT formatQuery({sql:String})", parameters={"sql": statement})
     except DatabaseError as error:

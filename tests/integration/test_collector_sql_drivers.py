@@ -1,4 +1,4 @@
-"""What clickhouse-connect offers, sync and async, against the real store, through every compression that it has."""
+"""Features of clickhouse-connect, sync and async, against the real store, with each of its compressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask what: the write token, the read token, none; and that no statement reaches beyond the store, whoever sends it."""
+"""Rights of the write token, of the read token and without a token; no statement reaches beyond the store, with any of them."""
 
 from __future__ import annotations
 

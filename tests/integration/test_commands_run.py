@@ -36,7 +36,7 @@ MORE = "see `spangrad rollout show ROLLOUT`"
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the agent is."""
+    """Return the agent's directory, which is made the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     return tmp_path

@@ -50,7 +50,7 @@ WINDOW = Window(datetime(2025, 12, 31, tzinfo=UTC), datetime.now(UTC) + timedelt
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a statement."""
+    """Answer of the store to a statement."""
 
     columns: list[tuple[str, str]]
     rows: list[list[Any]]
@@ -174,7 +174,7 @@ def ask(request: pytest.FixtureRequest, world: StoreSettings) -> Iterator[Ask]:
 
 @cache
 def opened(name: str, ask: Ask) -> Mapping[str, Choice]:
-    """What is chosen when the dashboard is opened: all where that is offered, else the first answer of the variable's query."""
+    """Return the variables of a dashboard that is just opened: all options where that is the default, else the query's first answer."""
     choices: dict[str, Choice] = {}
     for variable in MODELS[name]["templating"]["list"]:
         current = variable.get("current", {}).get("value")

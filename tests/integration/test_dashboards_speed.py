@@ -1,4 +1,4 @@
-"""How long panels and people's questions take on a million spans: a month of 50,000 rollouts and the 1,562 versions that they trained.
+"""Time of panels' and users' queries on a million spans: a month of 50,000 rollouts and the 1,562 versions that they trained.
 
 A figure is the least of three runs, each the smaller of the elapsed time and the server's CPU time: a busy machine lengthens the first.
 What it lengthens the second, a calibration statement tells.
@@ -141,7 +141,7 @@ QUESTIONS = {
         SELECT * FROM spangrad.rollout_spans
         WHERE RolloutId = {_ID} AND TraceId IN (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = {_ID})""",
 }
-"""What people ask of the public tables."""
+"""Queries of users on the public tables."""
 
 
 class Asking:

@@ -61,7 +61,7 @@ def require_nothing_left(directory: Path) -> None:
 
 
 def check_accounts(report: dict[str, Any]) -> None:
-    """What holds for every run, long or short."""
+    """Assert the relations between the counts of a demo's report that hold for every run, long or short."""
     assert report["spans"] > report["calls"] >= report["transitions"] > 0
     assert report["calls"] == report["transitions"] + report["dropped_calls"]
     assert report["policy_versions"] == report["steps"] + 1

@@ -155,7 +155,7 @@ class EngineFront:
 
 @dataclass(frozen=True)
 class DirectMode:
-    """What a test needs: the settings of engine and store, the stock environment, and the front."""
+    """Fixture of the tests of direct mode: settings of engine and store, the stock environment, and the engine's front."""
 
     settings: Settings
     stock: Path
@@ -180,7 +180,7 @@ class DirectMode:
         )
 
     def answer(self, city: str, **changes: object) -> dict[str, Any]:
-        """What vLLM answers, directly, to the message that the agents send."""
+        """Return vLLM's direct answer to the message that the agents send."""
         asked = {"model": "policy", "messages": [{"role": "user", "content": f"say {city}"}], "temperature": 0, "max_tokens": 8, **changes}
         return fetch(f"{self.settings.gateway.engine_url}/v1/chat/completions", asked)
 
@@ -216,7 +216,7 @@ def evaluate(direct_mode: DirectMode, traces: list[str]) -> None:
 
 @pytest.mark.slow  # its environment takes most of a minute to make; tests of test_loop and test_direct_mode_routes take the same way
 def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(direct_mode: DirectMode) -> None:
-    """Three variables, no package of ours: the address of the store's gRPC receiver, of vLLM, and a key that nobody asks for."""
+    """Three variables suffice, without a package of ours: the addresses of the store's gRPC receiver and of vLLM, and an unused key."""
     began = time.time_ns()
     variables = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{direct_mode.settings.store.otlp_grpc_port}",
@@ -246,7 +246,7 @@ def test_stock_instrumentation_alone_brings_vllms_ids_into_transitions(direct_mo
 
 
 def kept_answers(direct_mode: DirectMode, since: int) -> list[dict[str, Any]]:
-    """What agents' own spans kept of the engine's answers, in order of time, from a time in nanoseconds on."""
+    """Return the engine's answers that agents' own spans kept since a time in nanoseconds, in order of time."""
     rows = direct_mode.ask(
         "SELECT TraceId, SpanId, SpanAttributes['output.value'] AS Answer FROM otel.otel_traces"
         f" WHERE toUnixTimestamp64Nano(Timestamp) >= {since} AND ScopeName = '{OPENAI_SCOPE}' AND StatusCode != 'Error'"
@@ -357,7 +357,7 @@ def roll_out(direct_mode: DirectMode, program: str, variables: dict[str, str]) -
 
 
 def left_stream(direct_mode: DirectMode, calls: list[dict[str, Any]], concluded: list[dict[str, Any]]) -> str:
-    """What is known of the stream whose reader left, and what became of it."""
+    """Describe what the store has of the stream whose reader left, and the reason of its drop."""
     long = direct_mode.answer(CUT, max_tokens=100, ignore_eos=True)
     rows = [row for row in calls if row["PromptIds"] == long["prompt_token_ids"]]
     if not rows:

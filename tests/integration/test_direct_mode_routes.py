@@ -39,7 +39,7 @@ class Engine(HttpServer):
 
 @pytest.fixture
 def spans() -> Iterator[InMemorySpanExporter]:
-    """Where OpenInference's instrumentation of the openai client puts its spans."""
+    """Exporter of the spans that OpenInference's instrumentation of the openai client makes."""
     kept, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(kept))
     instrumentor = OpenAIInstrumentor()

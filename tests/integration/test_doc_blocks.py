@@ -168,7 +168,7 @@ class Place:
         return re.sub(r"(?<![\d.])\d{4,5}(?!\d)", lambda match: self.ports.get(match[0], match[0]), text)
 
     def wait(self, port: str) -> None:
-        """Wait until somebody listens on a port."""
+        """Wait until a process listens on a port."""
         until = time.monotonic() + 90
         while time.monotonic() < until:
             with socket.socket() as client:

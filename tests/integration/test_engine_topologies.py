@@ -198,7 +198,7 @@ def of_each_replica(settings: Settings, topology: str) -> list[dict[str, Any]]:
 
 
 def api_servers(settings: Settings) -> dict[int, dict[str, Any]]:
-    """What each API server says of the engine, by its process: a connection that stays open makes the next one another server's."""
+    """Return each API server's description of the engine, by its process: open connections send the next one to another server."""
     connections = [http.client.HTTPConnection("127.0.0.1", settings.engine.port, timeout=60) for _ in range(8)]
     infos: list[dict[str, Any]] = []
     for connection in connections:

@@ -41,7 +41,7 @@ RELAXED = "SELECT DISTINCT Mode, Relaxed FROM spangrad.calls ORDER BY Mode"
 
 
 def ran(example: Example, directory: Path) -> dict[str, Any]:
-    """What two steps say, with few held-out questions."""
+    """Run two steps of an example with at most 32 held-out questions, and return the report."""
 
     def questions(seed: int, count: int) -> Questions:
         drawn = example.questions(seed, count)

@@ -28,7 +28,7 @@ from transition_builder.export.formats import export
 from transition_builder.export.reading import ExportSelection
 
 RIGHT = {"paris": "weather", "oslo": "weather", "rome": "clock", "lima": "clock"}
-"""Which tool serves which city."""
+"""Tool that serves each city."""
 
 
 class FileRun:
@@ -133,7 +133,7 @@ def test_dpo_reference_is_policy_at_start(tiny_model: Path):
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_finetune_no_op_rows_change_no_gradient(method: Any, tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of several ranks, whose rows must be as many, the loss is that of one, times their number: verl takes the mean over ranks."""
+    """The loss of several ranks, which need equally many rows, is that of one, times their number: verl takes the mean over ranks."""
     examples = EXAMPLES if method == "sft" else PAIRS
     alone, ranks = FileRun(tiny_model, method), FileRun(tiny_model, method)
     reference = None if method == "sft" else alone.optimizer.logprobs(examples)

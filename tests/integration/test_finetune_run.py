@@ -100,7 +100,7 @@ def ledger_of(chosen: Settings) -> Ledger:
 
 
 def weight_of(chosen: Settings) -> float:
-    """Of the branch's head."""
+    """Return the weight of the branch's head."""
     from safetensors.numpy import load_file
 
     head = ledger_of(chosen).frontier()

@@ -72,7 +72,7 @@ def publish(settings: Settings, version: int, path: Path) -> dict[str, Any]:
 
 
 def policy(settings: Settings) -> dict[str, Any]:
-    """What is served, without the seconds that pass."""
+    """Return the gateway's status of the policy, without the fields that count seconds."""
     return {name: value for name, value in fetch(f"{settings.gateway.url}/admin/policies/policy").items() if not name.endswith("_seconds")}
 
 

@@ -88,7 +88,7 @@ def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Setti
 
 
 def expected(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """What `calls` must hold of an answer that vLLM gave directly."""
+    """Return the values that `calls` must hold of an answer that vLLM gave directly."""
     extension = answer["spangrad"]
     ids = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
     (((start, version),),) = extension["versions"]

@@ -102,7 +102,7 @@ def ask(url: str, body: object | None = None) -> tuple[int, str, bytes]:
 
 
 def engine_ids(bare: str, path: str, asked: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """What vLLM itself says of the prompt and the answer of each choice, asked in a dialect that tells."""
+    """Return vLLM's own token ids of the prompt and of the answer of each choice, asked for in a dialect that has them."""
     if path == RESPONSES:
         answer = json.loads(ask(bare + path, {**asked, "enable_response_messages": True})[2])
         return [answer["input_messages"][0]["tokens"]], [answer["output_messages"][0]["tokens"]]

@@ -170,7 +170,7 @@ def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -
 
 
 def alive(pid: str) -> bool:
-    """Whether a process still runs; one that nobody has reaped does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

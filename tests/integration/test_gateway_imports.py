@@ -1,4 +1,4 @@
-"""What a gateway's process imports."""
+"""Imports of a gateway's process."""
 
 from __future__ import annotations
 

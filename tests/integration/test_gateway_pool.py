@@ -125,7 +125,7 @@ def test_publication_with_calls_in_flight_records_version_of_every_token(
 
 
 def test_backends_sleep_and_wake_up_change_status(pair: Settings) -> None:
-    """On a CPU vLLM has nothing to lend; it takes the orders all the same."""
+    """A backend's status follows the orders to sleep and to wake up, which vLLM accepts on a CPU too, where it frees no memory."""
     assert order(pair, "backends/policy-1/sleep")["status"] == "asleep"
     assert fetch(f"{pair.gateway.url}/rollout/asleep-1/attempt/0{CHAT}", SAMPLED)["usage"]["completion_tokens"] == 100
     assert order(pair, "backends/policy-1/wake_up")["status"] == "serving"
@@ -133,7 +133,7 @@ def test_backends_sleep_and_wake_up_change_status(pair: Settings) -> None:
 
 
 def test_policy_asleep_keeps_calls_for_the_version_that_is_published_then(pair: Settings, tiny_model: Path) -> None:
-    """On a CPU vLLM frees nothing, but stops and starts its scheduler as on a GPU; a call that reaches the engine itself waits in it."""
+    """A call that reaches a sleeping engine itself waits in it: on a CPU vLLM frees no memory, but stops its scheduler as on a GPU."""
     version = fetch(f"{pair.gateway.url}/admin/policies/policy")["version"] + 1
     assert order(pair, "policies/policy/sleep", level=2, seconds=60)["status"] == "asleep"
     assert [fetch(f"{engine['url']}/is_sleeping") for engine in backends(pair)] == [{"is_sleeping": True}] * 2

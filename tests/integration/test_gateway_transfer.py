@@ -56,7 +56,7 @@ def weights_times(model: Path, factor: float) -> Named:
 
 
 def version_of(number: int, weights: Named, directory: Path) -> PolicyVersion:
-    """As a ledger has it; its files are written to `directory`, where only those look who are told to."""
+    """Write weights to `directory` and return them as a policy version of a ledger."""
     directory.mkdir()
     save_file(weights, directory / "model.safetensors")
     checksum = checksum_directory(directory)
@@ -64,7 +64,7 @@ def version_of(number: int, weights: Named, directory: Path) -> PolicyVersion:
 
 
 def checked(settings: Settings, weights: Named, model: Path, directory: Path) -> None:
-    """What is generated is what transformers computes with these weights."""
+    """Check that the logprobs of a greedy answer are those that transformers computes with these weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -78,7 +78,7 @@ def checked(settings: Settings, weights: Named, model: Path, directory: Path) ->
 
 
 def policy(settings: Settings) -> dict[str, Any]:
-    """What is served, without the seconds that pass."""
+    """Return the gateway's state of the policy, without its fields in seconds."""
     return {name: value for name, value in fetch(f"{settings.gateway.url}/admin/policies/policy").items() if not name.endswith("_seconds")}
 
 

@@ -119,7 +119,7 @@ def test_gateway_answer_equals_that_of_vllm(gateway: Settings, engine: Settings,
     wants_ids, wants_logprobs = "return_token_ids" in extra, "logprobs" in extra
 
     def bare(answer: dict[str, Any]) -> dict[str, Any]:
-        """Without our field, and null where vLLM writes null for what was not asked for."""
+        """Return the answer without the field `spangrad`, and with null where vLLM writes null for what was not requested."""
         answer.pop("spangrad", None)
         if not wants_ids and "prompt_token_ids" in answer:
             answer["prompt_token_ids"] = None
@@ -220,7 +220,7 @@ def test_gateway_stream_cut_by_client_records_tokens_so_far(gateway: Settings, r
 
 
 def test_logprobs_at_temperature_0_7_are_of_sampled_distribution(engine: Settings) -> None:
-    """At temperature 0.7 the logprobs of all tokens are log_softmax(logits / 0.7) of those at temperature 1."""
+    """The logprobs of all tokens at temperature 0.7 are log_softmax(logprobs at temperature 1 / 0.7)."""
     everything = {**GREEDY, "max_tokens": 1, "logprobs": True, "top_logprobs": 15, "seed": 1}
 
     def distribution(temperature: float) -> dict[str, float]:
@@ -438,7 +438,7 @@ def logprobs(answer: dict[str, Any]) -> list[float]:
 
 
 def reference_logprobs(model: Path, answer: dict[str, Any]) -> list[float]:
-    """What transformers says of the tokens of an answer; the greedy distribution is vLLM's at temperature 0, unscaled."""
+    """Return the logprobs that transformers gives the tokens of an answer, unscaled, as vLLM's are at temperature 0."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -111,7 +111,7 @@ def flags_of(store: StoreSettings, directory: Path, engine: FakeEngine, critic: 
 
 
 async def spangrad(directory: Path, flags: dict[str, Any], *words: str) -> str:
-    """What a command prints; it must succeed."""
+    """Run a command, which must succeed, and return its output."""
     sets = [word for key, value in flags.items() for word in ("--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}")]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
     quiet = {"OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -157,7 +157,7 @@ def test_prompt_search_publishes_best_prompt_and_trains_nothing(store: StoreSett
 async def search_twice(
     flags: dict[str, Any], settings: Settings, directory: Path, engine: Engine, critic: CriticModel
 ) -> tuple[PromptText, list[Edit]]:
-    """What is published after a search, and the edits that were made."""
+    """Run a search twice, the second time from stored results alone; return the published prompt, and the edits that were made."""
     prompts = PromptStore(str(settings.queue.url))
     async with engine.running(), running_gateway(settings), running_queue(settings):
         await asyncio.to_thread(prompts.put, "places", FIRST)
@@ -175,7 +175,7 @@ async def search_twice(
 
 
 def check_store(settings: Settings, result: dict[str, Any], calls: int) -> None:
-    """Whose spans carry which version, and that no batch could be made of them."""
+    """Check that the spans of each rollout carry one prompt version, and that no batch can be made of them."""
     run = f"prompt-places-{result['search']}"
     client = connect(settings.store)
 

@@ -41,7 +41,7 @@ class Story(RuleBasedStateMachine):
             self.endings = Endings(transaction)
         self.count = 0
         self.attempts: set[tuple[str, int]] = set()
-        """That were handed out."""
+        """Attempts that were handed out, as (rollout id, attempt)."""
         self.taken: dict[tuple[str, int], Ending] = {}
         """The ending of each attempt that was accepted."""
 
@@ -187,7 +187,7 @@ class TestHandOut:
 
     @contextmanager
     def statements(self, database: QueueDatabase) -> Iterator[list[tuple[str, Any]]]:
-        """What the driver is asked to do, with the values of its parameters."""
+        """Yield the list of statements that the driver executes, with their parameters."""
         seen: list[tuple[str, Any]] = []
 
         def note(_c: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:

@@ -22,7 +22,7 @@ def url(postgres: Callable[[str], str]) -> str:
 
 
 def end_the_locks_session(url: str) -> None:
-    """As an administrator, a proxy or a failover does."""
+    """End the session that holds the queue's server lock, as an administrator, a proxy or a failover does."""
     condition = "classid = %s AND objid::bigint = (hashtext(current_schema())::bigint & 4294967295)"
     with psycopg.connect(url, autocommit=True) as connection:
         ended = connection.execute(

@@ -111,7 +111,7 @@ def test_ranks_send_files_of_version_amid_the_next_step(ranks: Any, sender: Weig
 
 
 def test_no_process_holds_the_whole_model_to_send_files_amid_a_step(sender: WeightsSender, tmp_path: Path) -> None:
-    """Of the whole in the engine's dtype, a rank holds its share, and one part in float32; the process that publishes nothing."""
+    """A rank holds its share of the model in the engine's dtype and one part in float32; the publishing process, almost nothing."""
     random_model.write_model(tmp_path / "v0", hidden=512, layers=3, words=8000, seed=0)
     with ranks_module.TrainerRanks(COUNT, tmp_path / "v0") as ranks:
         ranks.step(1e-3, seed=1)

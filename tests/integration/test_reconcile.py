@@ -176,7 +176,7 @@ def test_reconcile_report_assigns_unnamed_calls_by_trace(own: StoreSettings) -> 
 
 
 def build_all(own: StoreSettings, *more: str) -> subprocess.CompletedProcess[str]:
-    """`spangrad build --all`, as somebody starts it."""
+    """Run `spangrad build --all` on the store."""
     set_ = [f"store.url={own.url}", "builder.dataset=typed", "builder.selection.agents=.*|typed"]
     return run_spangrad("build", "--all", *(word for setting in set_ for word in ("--set", setting)), *more)
 

@@ -55,7 +55,7 @@ class World:
         return [tuple(row) for row in self.client.query(statement, parameters={"run": self.run, **parameters}).result_rows]
 
     def transitions(self, dataset: str) -> list[tuple[str, list[tuple[str, float, str]]]]:
-        """Of a dataset: the last letter of each rollout's name, and the rewards that it carries."""
+        """Return the last letter of each rollout's id in a dataset, with the rewards that its transitions carry."""
         spec = datasets.resolve(self.client, self.store.url, dataset).build_spec
         statement = (
             "SELECT right(RolloutId, 1), arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) FROM spangrad.transitions "

@@ -1,4 +1,4 @@
-"""Which rollout a row belongs to: the store's view and the builder agree, whichever rollouts are built together."""
+"""Assignment of rows to rollouts: the store's view and the builder agree, whichever rollouts are built together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of root spans and processes when a run is stopped, the store or the gateway falters, or an agent leaves things behind."""
+"""Faults around the runner: root spans and processes after a stopped run, failures of store or gateway, and remains of an agent."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ SHORTCOMINGS: dict[str, str] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def outside() -> Generator[None]:
-    """What is outside, and would be reached: files, sockets and a process that other users could reach as well."""
+    """Targets outside the sandbox: files, sockets and a process that every user of the machine can reach."""
     words = f"outside-{uuid.uuid4().hex}"
     with tempfile.TemporaryDirectory() as base, tempfile.NamedTemporaryFile() as beside:
         directory, open_directory = Path(base, "agent"), Path(base, "outside")

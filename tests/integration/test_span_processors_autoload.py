@@ -1,4 +1,4 @@
-"""What an agent's process gets without a line of code: real subprocesses under opentelemetry-instrument, and a small OTLP endpoint."""
+"""Automatic set-up of an agent's process: real subprocesses under opentelemetry-instrument, and a small OTLP endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spangrad sql` at a store that asks for tokens: whoever asks changes nothing, and is told what to do instead."""
+"""`spangrad sql` at a store that asks for tokens: it changes nothing with any token, and a refusal says what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many groups are wanted: law, wire, and the way from a filtered group to one that is run in its place."""
+"""Demand for groups: its law, its wire form, and the way from a filtered group to the one that is run in its place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Queue:
     levels: dict[tuple[object, object], int] = field(default_factory=dict)
     enqueued: int = 0
     answer: tuple[int, bytes] | None = None
-    """What everything is answered with. None: what is right."""
+    """Status and body of the answer to every request. None: the right answer to each."""
     url: str = ""
 
     def put(self, path: str, body: dict[str, object] | None, token: str | None) -> tuple[int, bytes]:

@@ -156,7 +156,7 @@ def test_step_with_positive_advantage_raises_logprob_of_response(
 
 def test_warmup_steps_raise_learning_rate_from_0(tiny_model: Path, rows: pl.DataFrame):
     def distances_moved(settings: TrainerSettings) -> list[float]:
-        """How far each of two steps moves a weight at most; Adam's first step is as long as its rate."""
+        """Return the largest change of a weight in each of two steps; Adam's first step is as long as its rate."""
         engine, distances = VerlOptimizer(tiny_model, settings), list[float]()
         for version in range(2):
             before = weights(engine)

@@ -49,7 +49,7 @@ def rollouts() -> pl.DataFrame:
 
 
 def advantages_here(settings: TrainerSettings) -> list[float]:
-    """Of each call."""
+    """Return the advantage of each call by the product's estimator."""
     calls = rollouts()
     if settings.credit.estimator == "remax":
         rows = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(worth,)) for group, worth in GREEDY.items()]
@@ -58,7 +58,7 @@ def advantages_here(settings: TrainerSettings) -> list[float]:
 
 
 def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
-    """Of each call: verl's function on rows of a rollout each, with an observation of two tokens between turns, or of a call each.
+    """Return the advantage of each call by verl's function, on rows of a rollout or a call each, with two observed tokens between turns.
 
     Args:
         name: the estimator's.
@@ -111,7 +111,7 @@ def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:
 
 
 def forward_values(name: str, tokens: int) -> dict[str, np.ndarray]:
-    """What a forward pass might say of the tokens of the fixed batch, in their order."""
+    """Return made-up results of a forward pass over the tokens of the fixed batch, in their order."""
     rng = np.random.default_rng(11)
     if name == "gae":
         return {"values": rng.normal(0, 0.5, tokens).astype(np.float32)}

@@ -169,7 +169,7 @@ def test_mini_batches_repeat_after_a_resume(tiny_model: Path, tmp_path: Path):
 
 
 def test_load_state_keeps_moments_and_uses_own_learning_rate(tiny_model: Path, tmp_path: Path):
-    """Who lowers the learning rate, because a gradient was not finite, gets the lower one; warm-up counts the steps that were made."""
+    """A learning rate that is lowered after a gradient was not finite takes effect; warm-up counts the steps that were made."""
     batch = fresh(tiny_model)
     stale = replace(batch, staleness=np.full_like(batch.staleness, -1))
 

@@ -149,7 +149,7 @@ def test_is_dead_for_other_process_tables_is_false():
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), min_size=1), st.floats(0.1, 100))
 def test_watch_lease_is_over_when_not_renewed_within_its_time(story: list[tuple[float, bool]], seconds: float):
-    """Whatever its past, an observer lets a lease go exactly when no new beat was seen for so long, by the observer's own clock."""
+    """An observer ends a lease, with any past, exactly when it saw no new heartbeat for the lease's seconds by its own clock."""
     now, beat, since = 0.0, 0, 0.0
     watch = LeaseClock(lambda: now)
     assert not watch.observe("lease", beat, seconds)

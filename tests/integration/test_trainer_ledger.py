@@ -100,7 +100,7 @@ def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place
         ledger.close()
 
     def trained(boundary: int) -> tuple[list[str], list[VersionStatus | None]]:
-        """What is trained, after checking that each version is whole or nothing, and that numbers and parents make one line."""
+        """Return the rollouts trained and the versions' statuses; check that versions are whole or nothing, and make one line."""
         ledger = opened(place, boundary)
         ledger.recover()
         versions, parent, rollout_ids = ledger.versions(), None, []

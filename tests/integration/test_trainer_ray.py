@@ -61,7 +61,7 @@ def ray() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
-    """Of no, one and two workers under Ray, all of which send weights; in this process with as many threads as one worker has.
+    """Yield optimizers with 0, 1 and 2 workers under Ray, which all send weights; 0 runs here with as many threads as a worker has.
 
     Sums of floats differ by the number of threads.
     """

@@ -69,7 +69,7 @@ def test_train_with_two_ray_workers_equals_one_process(service: TrainerCommands)
 
 
 def test_ppo_with_critic_from_stored_rollouts_is_alike_on_any_number_of_ranks(service: TrainerCommands) -> None:
-    """Without ranks, and by verl's trainer on one and on two gloo ranks: loss, gradient and critic agree in each step."""
+    """Loss, gradient and critic agree in each step without ranks and with verl's trainer on one and on two gloo ranks."""
     compared = ("loss", "grad_norm", "critic_loss", "advantage_std", "updated")
     steps = dict[int, list[list[float]]]()
     for ranks in (0, 1, 2):

@@ -139,7 +139,7 @@ EVENTS = st.lists(
 @given(EVENTS, st.randoms(use_true_random=False))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_look_agrees_with_full_read_after_any_events(events: list[str], random) -> None:  # type: ignore[no-untyped-def]
-    """Law: whoever changes the ledger, and in whichever order, nothing is missed, and nothing comes twice."""
+    """Law: after changes of the ledger by any holder and in any order, no group is missed, and none comes twice."""
     with TemporaryDirectory() as directory:
         ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
         other = begun(Path(directory), holder="other-host 7 123 other-boot/pid:[1]")

@@ -48,7 +48,7 @@ def wrong_at(batch: Batch, row: int) -> Batch:
 
 
 def micro_batches(engine: VerlOptimizer, batch: Batch, row: int, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each micro-batch of a forward pass, in order: whether it holds a row."""
+    """Return, for each micro-batch of a forward pass in order, whether it holds a row."""
     fsdp, order = engine._workers._rank._models["policy"].engine, list[bool]()
     original = fsdp.forward_step
 

@@ -206,7 +206,7 @@ def test_gradient_of_each_loss_merged_by_default_equals_that_of_separate_calls(n
 
 
 def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> float:
-    """Of verl's loss on a row a rollout, by torch and transformers alone."""
+    """Return the norm of the gradient of verl's loss on one row a rollout, by torch and transformers alone."""
     from transformers import AutoModelForCausalLM
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 

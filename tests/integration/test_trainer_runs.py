@@ -38,7 +38,7 @@ from transition_builder import loop
 
 
 def log_of(stderr: str) -> tuple[str, set[str]]:
-    """What was logged, and which of the heavy packages were imported."""
+    """Return the log, and the heavy packages that were imported."""
     imports = [line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:")]
     logged = "\n".join(line for line in stderr.splitlines() if not line.startswith("import time:"))
     return logged, {name.split(".")[0] for name in imports} & {"torch", "verl", "ray", "tensorboard"}

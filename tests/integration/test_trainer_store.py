@@ -131,7 +131,7 @@ def test_find_skips_group_with_cancelled_rollout(settings: Settings, world: Buil
 def test_load_with_missing_rows_reports_incomplete_and_trainer_waits(
     settings: Settings, world: BuiltRollouts, run: str, caplog: pytest.LogCaptureFixture
 ):
-    """What a replica shows whose copy of a build came before its rows: the call with the final reward is not there yet."""
+    """A replica whose copy of a build came before its rows does not have the call with the final reward yet."""
     written = list[dict[str, Any]]()
 
     def noted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class Recording:
         return self.client.query_arrow(sql, parameters=parameters, **options)
 
     def granules(self, sql: str) -> list[tuple[str, int, int]]:
-        """Of each table that a statement reads: granules read, and all of them."""
+        """Return each table that a statement reads, with the number of granules read, and of all its granules."""
         plan = "\n".join(row[0] for row in self.client.query(f"EXPLAIN indexes = 1 {sql}").result_rows)
         tables = re.split(r"ReadFromMergeTree \(", plan)[1:]
         steps = [(table.split(")")[0], re.findall(r"Granules: (\d+)/(\d+)", table)) for table in tables]

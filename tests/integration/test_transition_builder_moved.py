@@ -85,7 +85,7 @@ def test_builder_killed_after_reassigning_trace_is_completed_by_next(store: Stor
 
 
 def test_builder_trace_that_leaves_session_keeps_other_traces(store: StoreSettings) -> None:
-    """What is told last is the rollout."""
+    """A trace belongs to the rollout that its latest spans name; the other traces of its former session stay there."""
     run = "moved-left"
     chat = Chat(run)
     settings = settings_of(store, run, quiet_seconds=0, incomplete_after_seconds=0)

@@ -1,4 +1,4 @@
-"""Whatever somebody names a session, a rollout, a group or a span: it is built, and nobody else waits for it."""
+"""Names of sessions, rollouts, groups and spans: whatever they hold, their rollouts are built and loaded, and delay no others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: li
 
 
 def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> None:
-    """As others than ours may fill the table."""
+    """A session whose id is no valid UTF-8, as other writers may fill the table."""
     trace = SpanFactory.trace("names-bytes")
     connect(store).command(
         "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, ServiceName, ScopeName, SpanAttributes, Duration, StatusCode) "

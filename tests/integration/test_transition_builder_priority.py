@@ -49,7 +49,7 @@ def training(run: str, group: str, size: int = 4) -> bytes:
 
 
 class Builds:
-    """What `build` is given, a batch at a time; `arrive` is called once, at the first batch of production."""
+    """Batches that `build` is given, by mode and size; `arrive` is called once, at the first batch of production."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, arrive: Any = None) -> None:
         self.modes: list[str] = []

@@ -103,7 +103,7 @@ def test_builder_restarted_builds_nothing_twice(store: StoreSettings) -> None:
 
 
 class Killed(BaseException):
-    """What SIGKILL does to a builder: nothing after it happens."""
+    """Stand-in for SIGKILL: the builder does nothing after it."""
 
 
 @pytest.mark.parametrize("table", ["claims", "rewards", "transitions", "drops", "builds"])
@@ -214,7 +214,7 @@ def test_builder_calls_of_earlier_attempts_drop_as_superseded_attempt(store: Sto
 
 
 def test_builder_with_air_rewards_only_builds_without_evaluation(store: StoreSettings) -> None:
-    """End to end: nobody evaluates, and one tool of two rollouts fails."""
+    """Two rollouts without an evaluation, in one of which a tool fails, are built end to end."""
     spans = SpanFactory(run="by-rules")
     kept = dict[str, str]()
     for rollout, status in (("bad", "Error"), ("good", "Ok")):
@@ -291,7 +291,7 @@ def test_builder_direct_mode_rollout_is_built_from_spans_of_agent(store: StoreSe
 
 
 def test_builder_late_direct_mode_call_makes_new_revision(store: StoreSettings) -> None:
-    """Nobody counted the rollout's calls, so that it was complete without this one."""
+    """A rollout whose calls no gateway counted is complete before its late call arrives."""
     spans = SpanFactory(run="tardy")
     root = spans.root("tardy-1")
     spans.evaluation(root)
@@ -327,7 +327,7 @@ def test_builder_answer_of_invalid_json_drops_as_no_token_ids(store: StoreSettin
 
 
 def test_builder_calls_without_rollout_id_are_assigned_by_trace(store: StoreSettings) -> None:
-    """Their gateway counts them for nobody."""
+    """The gateway counts calls without a rollout id for no rollout."""
     spans = SpanFactory(run="foreign")
     root = spans.root("foreign-1", calls=0)
     spans.evaluation(root)
@@ -375,7 +375,7 @@ def foreign(spans: SpanFactory) -> SpanFactory:
 
 
 def of_rollout(store: StoreSettings, rollout: str) -> list[tuple[Any, ...]]:
-    """What became of a rollout's calls: run, mode, group size, span, turn and rewards, or the reason."""
+    """Return the outcomes of a rollout's calls: run, mode, group size, span, turn and rewards, or the drop's reason."""
     same, where = "SELECT RunId, Mode, GroupSize, SpanId", f"WHERE RolloutId = '{rollout}'"
     kept = rows(store, f"{same}, toString(Turn), Rewards.Value FROM spangrad.transitions {where} ORDER BY Turn")
     return kept + rows(store, f"{same}, Reason, [] FROM spangrad.drops {where} ORDER BY SpanId")
@@ -403,7 +403,7 @@ def test_builder_rootless_trace_is_built_when_quiet(store: StoreSettings) -> Non
 
 
 def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSettings) -> None:
-    """Nobody announced it, nobody recorded its calls: an OpenInference span is all there is."""
+    """A trace that was not announced, and whose calls no gateway recorded, is found by an OpenInference span alone."""
     spans = SpanFactory(run="stranger")
     agent = spans.span("agent", "", kind="AGENT", trace="stranger")
     call = spans.client(agent, trace="stranger")

@@ -78,7 +78,7 @@ async def test_two_tools_agent_spans_and_requests_are_linked(tmp_path: Path) -> 
 
 
 def tree(spans: list[SunkSpan]) -> dict[str, int]:
-    """How many spans there are on each path of names from the root."""
+    """Return the number of spans on each path of names from the root."""
     by_id = {span.span_id: span for span in spans}
 
     def path(span: SunkSpan) -> str:

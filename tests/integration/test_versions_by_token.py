@@ -80,7 +80,7 @@ class World:
 
 @dataclass
 class Times:
-    """When something began and ended."""
+    """Times at which calls began and ended, and publications ended."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
     publications: list[float] = field(default_factory=list)

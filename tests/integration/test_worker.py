@@ -23,7 +23,7 @@ from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import RunnerServices, kill, new_rollouts, queue_settings, runner_services, serving
 
 BAD = {"crash": 10, "hang": 5, "garbage": 5}
-"""Of 100 tasks."""
+"""Number of agents that fail in each way, of 100 tasks."""
 REASONS = {"crash": AttemptFailure.EXIT_CODE, "hang": AttemptFailure.TIMEOUT, "garbage": AttemptFailure.INVALID_OUTPUT, "well": None}
 REWARDS = {AttemptFailure.EXIT_CODE: {"reward": 0.0}, AttemptFailure.TIMEOUT: {"reward": -1.0}, AttemptFailure.INVALID_OUTPUT: None}
 

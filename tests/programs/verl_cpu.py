@@ -1,4 +1,4 @@
-"""What verl's stock trainer lacks on a machine without an accelerator: loaded by its VERL_USE_EXTERNAL_MODULES, in every process.
+"""Additions to verl's stock trainer for a machine without an accelerator, loaded in every process by VERL_USE_EXTERNAL_MODULES.
 
 In: nothing. Out: FSDP2 on the platform `cpu`, process groups of gloo alone, and no module of this project.
 """

@@ -323,7 +323,7 @@ def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list
 
 
 def revisions(store: StoreSettings, run: str) -> list[tuple[Any, ...]]:
-    """Of each rollout: revision, calls, transitions and drops."""
+    """Return the builds of a run: rollout id, revision, calls, transitions and drops."""
     columns = "RolloutId, Revision, Calls, Transitions, Drops"
     return rows(store, f"SELECT {columns} FROM spangrad_internal.builds FINAL WHERE RunId = '{run}' ORDER BY RolloutId, Revision")
 

@@ -47,7 +47,7 @@ Send = Callable[[Body], str | None]
 
 @dataclass
 class Tally:
-    """What became of the bodies."""
+    """Outcomes of the bodies that a load has sent."""
 
     acknowledged: list[Held] = field(default_factory=list)
     bodies: int = 0
@@ -55,14 +55,14 @@ class Tally:
     again: int = 0
     """Answers that asked to come again."""
     broken: int = 0
-    """Tries without an answer: nobody knows whether the body was stored."""
+    """Tries without an answer, after which it is unknown whether the body was stored."""
     refused: list[str] = field(default_factory=list)
     slowest: float = 0.0
     """Seconds of the longest try that was answered."""
 
     @property
     def held(self) -> Held:
-        """What a store must hold."""
+        """Rows that a store must hold of the acknowledged bodies."""
         return Held.of(self.acknowledged)
 
 
@@ -184,7 +184,7 @@ def exported(port: int, body: Body) -> bytes:
 
 
 def _rejected(signal: str, answer: bytes, content_type: str) -> str | None:
-    """What an answer says was not stored; None when all was."""
+    """Return an answer's message on the part of a body that was not stored; None when all was."""
     message = _ANSWERS[signal]()
     if content_type == PROTOBUF:
         message.MergeFromString(answer)
@@ -199,7 +199,7 @@ def _rejected(signal: str, answer: bytes, content_type: str) -> str | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a store was found to hold."""
+    """Result of the comparison of a store with the acknowledged bodies."""
 
     spans: int
     """Acknowledged."""
@@ -209,11 +209,11 @@ class Verdict:
     missing: dict[str, int] = field(default_factory=dict)
     double: dict[str, int] = field(default_factory=dict)
     strange: dict[str, int] = field(default_factory=dict)
-    """Nobody acknowledged them, or their values are not their own."""
+    """Number of rows, by kind, that were not acknowledged or hold values of others."""
 
     @property
     def faults(self) -> dict[str, dict[str, int]]:
-        """What is wrong; empty when nothing is."""
+        """Counts of missing, double and strange rows, by kind; empty when the store is right."""
         kinds = {"missing": self.missing, "double": self.double, "strange": self.strange}
         return {name: counts for name, counts in kinds.items() if counts}
 
@@ -270,7 +270,7 @@ def judge(store: StoreSettings, run: str, held: Held, *, build: bool = True) -> 
 
 
 def lacking(store: StoreSettings, run: str, held: Held) -> int:
-    """How many spans, calls and records are not there yet: an insert writes its spans first, and what its views make of them then."""
+    """Return the number of spans, calls and records that are not there yet: an insert writes its spans first, then its views' rows."""
     there = 0
     with connect(store) as client:
         for table, attributes in (("otel_traces", "SpanAttributes"), ("otel_logs", "LogAttributes")):

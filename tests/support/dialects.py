@@ -83,7 +83,7 @@ def recorded(fixture: Path) -> pl.DataFrame:
 
 
 def described(spans: pl.DataFrame) -> list[dict[str, Any]]:
-    """What the dialects read in spans, as `GoldenFile.described` has it."""
+    """Return what the dialects read in spans, in the form of `GoldenFile.described`."""
     kinds: dict[str, dict[str, Any]] = {}
     for node in dialects.describe(spans).select(*_ALWAYS, *dict.fromkeys(_OMITTED_IF_EMPTY)).iter_rows(named=True):
         kind = {name: value for name, value in node.items() if name in _ALWAYS or value not in (None, False, "", [])}
@@ -113,7 +113,7 @@ class SpanTree:
     inside: tuple[SpanTree, ...] = ()
     status: str = "Ok"
     wire: bool = False
-    """Whether a request to a model leaves from it."""
+    """Mark of a span from which a request to a model leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,9 @@ class FrameworkRun:
     """The repository and path that the names were read in."""
     trees: tuple[SpanTree, ...]
     calls: int
-    """That its agent made, each of which must leave as a call or as a drop."""
+    """Number of calls that its agent made, each of which must become a transition or a drop."""
     reasons: frozenset[str]
-    """Of the drops, without a gateway."""
+    """Reasons of the drops, without a gateway."""
 
     def plant(self, factory: SpanFactory, root: str, *, gateway: bool = False, **where: Any) -> None:
         """Make the spans below a root, with a recording gateway's span behind each request if it is there."""
@@ -160,12 +160,12 @@ _MIXED = ("choices", "tool_calls")
 
 
 def comparable(body: bytes) -> Any:
-    """What an answer says, of whatever dialect."""
+    """Return the content of an answer in any dialect, as a value to compare."""
     return _Stream(body).content() if body.startswith((b"data:", b"event:")) else _steady(json.loads(body))
 
 
 class _Stream:
-    """What a stream's events say, a list for each choice, and the fields that there were."""
+    """Content of a stream's events, as a list for each choice, and the names of their fields."""
 
     def __init__(self, body: bytes) -> None:
         self.fields: set[str] = set()
@@ -203,7 +203,7 @@ class _Stream:
 
 
 def _place(leaf: tuple[str, Any]) -> int:
-    """What an event is of comes first, then what it goes on with; a choice's end comes with its last tokens, or after them."""
+    """Return a sort key of an event's fields: those that identify it, those that it lengthens, and a choice's end, which may come later."""
     path, value = leaf
     return 2 if path.endswith(_ENDS) else int(isinstance(value, list) or path.endswith(_LENGTHENED))
 
@@ -221,7 +221,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _without_end(value: Any) -> Any:
-    """Without logprobs of the token that ends an answer: vLLM's Responses tell them when it came together with a token that has text."""
+    """Return a value without logprobs of an answer's last token: vLLM's Responses give them only if it came with a token that has text."""
     if isinstance(value, dict):
         return {key: _without_end(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -232,7 +232,7 @@ def _without_end(value: Any) -> Any:
 
 
 def _steady(value: Any) -> Any:
-    """Without what is drawn or read from a clock, and numbers as exact as two processes agree on."""
+    """Return a value without what is drawn or read from a clock, and with numbers as exact as two processes agree on."""
     if isinstance(value, dict):
         return {key: "…" if key in VOLATILE and child else _steady(child) for key, child in value.items()}
     if isinstance(value, list):

@@ -69,7 +69,7 @@ class FakeEngine:
     base: Path | None = None
     """Directory of its base, where that is another than the weights' that it was started with."""
     scope: str = "full"
-    """What of its parameters is compared."""
+    """Scope of the parameters that its checksum covers."""
     unread: dict[str, str] = field(default_factory=dict[str, str])
     """Tensors that it holds in a form that cannot be compared."""
     reports: list[list[dict[str, Any]]] | None = None
@@ -82,7 +82,7 @@ class FakeEngine:
     shared_state: bool = True
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
-    """Of chat answers; anything but 200 is an error in vLLM's words, with this message:"""
+    """Status of chat answers; anything but 200 is an error in vLLM's form, with `refusal` as its message."""
     refusal: str = "the engine says no"
     body: bytes | None = None
     """Chat answers' body, in place of the right one."""
@@ -121,9 +121,9 @@ class FakeEngine:
     """A reload waits for it; set at the start."""
     reloading: asyncio.Event = field(default_factory=asyncio.Event)
     answers: dict[str, Recorded] = field(default_factory=dict[str, "Recorded"])
-    """What is answered at other paths of dialects: recorded from vLLM, since these have no shapes here."""
+    """Answers at other paths of dialects, recorded from vLLM."""
     bodies: list[bytes] = field(default_factory=list[bytes])
-    """What was asked there, and at paths of no dialect."""
+    """Bodies of the requests to the paths of `answers`, and to paths of no dialect."""
 
     def __post_init__(self) -> None:
         self._known = dict[str, dict[str, TensorSums]]()

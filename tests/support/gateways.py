@@ -161,7 +161,7 @@ def started(weights: list[Path], count: int, kind: type[FakeEngine] = FakeEngine
 
 
 def release_of(weights: list[Path], version: int, **more: object) -> dict[str, object]:
-    """What is asked for to publish a version."""
+    """Return the body of a request to publish a version."""
     return {"version": version, "path": str(weights[version]), "checksum": checksum_directory(weights[version]), **more}
 
 
@@ -266,7 +266,7 @@ class Exchange:
         self.writer.transport.abort()
 
     async def wait_closed(self) -> None:
-        """Until the gateway has closed the connection."""
+        """Wait until the gateway has closed the connection."""
         while await self.reader.read(1):
             pass
 
@@ -337,7 +337,7 @@ async def ask_raw(stage: Stage, *, stream: bool) -> tuple[int, bytes, bool]:
 
 
 def recorded(span: SunkSpan) -> dict[str, Any]:
-    """What training would take of a call, and how it failed."""
+    """Return what training reads of a call's span, and its failure."""
     ids = {
         "prompt": uint32s(_bytes(span, semconv.INPUT_TOKEN_IDS)),
         "response": uint32s(_bytes(span, semconv.OUTPUT_TOKEN_IDS)),
@@ -348,7 +348,7 @@ def recorded(span: SunkSpan) -> dict[str, Any]:
 
 
 def of_the_first(tokens: int, *, error: str | None = None, aborted: bool | None = None) -> dict[str, Any]:
-    """What must be recorded of a stream of which so many tokens came."""
+    """Return what `recorded` must give for a stream of which only the first tokens came."""
     return {
         "prompt": BODIES.prompt_ids,
         "response": BODIES.response_ids[:tokens],
@@ -361,7 +361,7 @@ def of_the_first(tokens: int, *, error: str | None = None, aborted: bool | None 
 
 
 def nothing(error: str) -> dict[str, Any]:
-    """What must be recorded of a call that failed before anything came."""
+    """Return what `recorded` must give for a call that failed before anything came."""
     facts = {semconv.ERROR_TYPE: error, semconv.ABORTED: None, semconv.GEN_AI_FINISH_REASONS: None, "status": "ERROR"}
     return {"prompt": [], "response": [], "logprobs": [], **facts}
 

@@ -1,4 +1,4 @@
-"""What Grafana does with a panel's query before and after it is run: variables and macros in, columns out."""
+"""Model of Grafana around a panel's query: it replaces variables and macros before, and checks the columns of the answer after."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Choice:
     value: str | list[str]
     """A list: the variable may have several values. `[ALL]`: all options are chosen."""
     options: Sequence[str] = ()
-    """What the variable's query answered."""
+    """Answers of the variable's query."""
 
     @property
     def everything(self) -> bool:
-        """Whether the data source takes it for all, or for nothing that was chosen."""
+        """Return whether the data source reads the value as all options, or as no choice."""
         text = ",".join(self.value) if isinstance(self.value, list) else self.value
         return text in ("", ALL)
 
     @property
     def values(self) -> str | list[str]:
-        """What is put into a query."""
+        """Values that replace the variable in a query."""
         return list(self.options) if self.value in (ALL, [ALL]) else self.value
 
 
@@ -149,7 +149,7 @@ _MACROS = {
 
 
 def _arguments(sql: str, connect_with: int) -> tuple[int, list[str]]:
-    """Where the parentheses that open there end, and what commas part between them."""
+    """Return the index after the parentheses that open at `connect_with`, and the arguments that commas separate in them."""
     depth, begin, arguments = 0, connect_with + 1, list[str]()
     for at in range(connect_with, len(sql)):
         depth += {"(": 1, ")": -1}.get(sql[at], 0)
@@ -195,11 +195,11 @@ TRACE = {
     "traceID": "text", "spanID": "text", "parentSpanID": "text", "operationName": "text", "serviceName": "text", "startTime": "time",
     "duration": "number", "tags": "json", "serviceTags": "json",
 }  # fmt: skip
-"""What the trace panel needs (https://grafana.com/docs/grafana/latest/explore/trace-integration/#data-api)."""
+"""Columns that the trace panel needs, with their kinds (https://grafana.com/docs/grafana/latest/explore/trace-integration/#data-api)."""
 
 
 def field_kind(type_: str) -> str:
-    """What the data source makes of a ClickHouse type: time, number, bool, text or json; with `?`: or null; empty: it has no converter."""
+    """Return the data source's kind of a ClickHouse type: time, number, bool, text or json; `?` after it: nullable; empty: no converter."""
     while match := re.fullmatch(r"LowCardinality\((.*)\)", type_):
         type_ = match[1]
     if match := re.fullmatch(r"Nullable\((.*)\)", type_):
@@ -218,7 +218,7 @@ def field_kind(type_: str) -> str:
 
 
 def complaints(panel: Panel, columns: Columns, rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Why the panel could not draw the answer, in sentences; none: it can."""
+    """Return the reasons why the panel cannot draw the answer, as sentences; empty if it can."""
     names = [name for name, _ in columns]
     kinds = [field_kind(type_) for _, type_ in columns]
     sentences = [

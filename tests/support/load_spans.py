@@ -44,14 +44,14 @@ Call = tuple[list[int], list[int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a store must hold of one body, or of many."""
+    """Rows that a store must hold of one body, or of several."""
 
     spans: frozenset[str] = frozenset()
     """Ids."""
     rollouts: frozenset[str] = frozenset()
     """Those whose root is here."""
     calls: Mapping[str, Call] = field(default_factory=dict)
-    """By call id."""
+    """Calls by call id."""
     records: frozenset[str] = frozenset()
     """Log records by their own ids."""
     evaluations: frozenset[str] = frozenset()
@@ -77,9 +77,9 @@ class Body:
     signal: str
     """traces or logs."""
     plain: bytes
-    """As protobuf, not packed: what gRPC sends."""
+    """Request as protobuf, not packed: the body that gRPC sends."""
     content: bytes
-    """As HTTP sends it."""
+    """Request as HTTP sends it: protobuf, packed or not, or JSON."""
     headers: Mapping[str, str]
     held: Held
 
@@ -196,7 +196,7 @@ class Rollouts:
 
 
 def expected_calls(span: Span) -> dict[str, Call]:
-    """What a gateway's span leaves, by call id."""
+    """Return the calls that the store must hold of a gateway's span, by call id."""
     lengths = next((attribute.value.array_value.values for attribute in span.attributes if attribute.key == semconv.OUTPUT_LENGTHS), ())
     trace, own = span.trace_id.hex(), span.span_id.hex()
     return {call_id(trace, own, choice): _call(span.span_id, choice) for choice in range(max(1, len(lengths)))}

@@ -59,7 +59,7 @@ class _Random(Random):
         self.odd = odd
 
     def flat(self) -> bool:
-        """Whether the next thing holds flat values only: texts, numbers, booleans, bytes, arrays of texts."""
+        """Draw whether the next thing holds flat values only: texts, numbers, booleans, bytes, arrays of texts."""
         return self.random() >= self.odd
 
 

@@ -34,7 +34,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 class PageRollouts:
-    """What tests of the page look at."""
+    """Rollouts that tests of the page look at."""
 
     def __init__(self, store: StoreSettings, model: Path) -> None:
         """Put everything into the store, built; `model` becomes the directory of a tokenizer."""

@@ -261,7 +261,7 @@ def resident_mib(pid: int) -> int:
 
 
 def open_files(pid: int) -> int:
-    """How many descriptors are open."""
+    """Return the number of open file descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
@@ -384,7 +384,7 @@ def running_gateway(settings: Settings, log: Path) -> Generator[Child]:
 
 
 def fetch(url: str, body: object | None = None) -> dict[str, Any]:
-    """JSON of an answer, an error's too; empty while nobody answers."""
+    """Return the JSON of an answer, an error's too; an empty dictionary when the server does not answer."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=60) as answer:

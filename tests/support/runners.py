@@ -60,7 +60,7 @@ async def serving(settings: Settings, retry_seconds: float = 5) -> AsyncGenerato
 
 
 def queue_process(settings: Settings, log: Path, env: dict[str, str] | None = None) -> Child:
-    """`spangrad queue`, ready; whoever starts it stops it."""
+    """Start `spangrad queue` and wait until it is ready; the caller stops it."""
     values = {
         "queue.port": settings.queue.port,
         "queue.db": settings.queue.db.get_secret_value(),
@@ -114,7 +114,7 @@ async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
 
 
 async def refuses(url: str) -> bool:
-    """Whether another server may not serve from there."""
+    """Return True if a second queue server on the same database is refused."""
     try:
         (await asyncio.to_thread(QueueDatabase, url)).close()
     except QueueError as error:
@@ -170,7 +170,7 @@ AGENT = """
 
 
 class AttemptGateway(HttpServer):
-    """What the runner needs of a gateway, and chat completions: remembers announcements, counts calls, answers with `reply`."""
+    """Fake gateway for the runner, with chat completions: remembers announcements, counts calls, answers with `reply`."""
 
     def __init__(self, port: int = 0, reply: Callable[[list[dict[str, str]]], str] = lambda messages: "weather paris") -> None:
         self.announced: dict[tuple[str, int], dict[str, Any]] = {}
@@ -188,7 +188,7 @@ class AttemptGateway(HttpServer):
         self.forgotten: set[int] = set()
         """Attempts, by number, whose calls it cannot count any more."""
         self.overflow_all = False
-        """Whether it says of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
+        """Flag to report of every attempt that the engine refused the last call for its length; the calls themselves are answered."""
         self.chatted = threading.Semaphore(0)
         self._lock = threading.Lock()
         super().__init__(port)
@@ -244,7 +244,7 @@ class AttemptGateway(HttpServer):
 
 @dataclass
 class RunnerServices:
-    """What surrounds a worker."""
+    """Services around a worker: an OTLP endpoint, a gateway and child processes, with their settings."""
 
     directory: Path
     sink: OtlpSink

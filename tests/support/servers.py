@@ -118,7 +118,7 @@ def empty_store(settings: StoreSettings) -> None:
 
 
 def store_answers(settings: StoreSettings) -> bool:
-    """Whether ClickHouse's interface answers at all; it is the last to be opened."""
+    """Return whether the store's ClickHouse interface answers at all; it is the last to be opened."""
     try:
         urllib.request.urlopen(f"{settings.url}/ping", timeout=5).close()
     except urllib.error.HTTPError:
@@ -270,7 +270,7 @@ def post(url: str, body: bytes, content_type: str = "application/x-protobuf", **
 # A real PostgreSQL in a directory of its own, for tests: started, ready, stopped.
 
 _USER = "nobody"
-"""Who runs the server where the tests run as root."""
+"""User that runs the server if the tests run as root."""
 
 
 class Postgres:
@@ -358,7 +358,7 @@ def _answers(url: str) -> bool:
 
 
 def binary(variable: str, name: str) -> str:
-    """Where a program is: as the environment says, or in PATH."""
+    """Return the path of a program, from an environment variable or PATH; skip the test if there is none."""
     named = os.environ.get(variable)
     if not named:
         program = shutil.which(name)

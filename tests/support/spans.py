@@ -152,7 +152,7 @@ class SpanFactory:
         return self.span("ChatCompletion", parent, kind="LLM", scope="openinference.instrumentation.openai", **facts)  # type: ignore[arg-type]
 
     def answer(self, span: str, **facts: object) -> None:
-        """What an openai-level span's `output.value` holds."""
+        """Add the answer that an openai-level span's `output.value` holds."""
         owner = next(row for row in self.spans if row["SpanId"] == span)
         self.answers.append(
             {

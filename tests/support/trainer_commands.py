@@ -104,7 +104,7 @@ class TrainerCommands:
         return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
 
     def agree(self, branch: str, other: str, share: float = 1e-4) -> bool:
-        """Whether what training made of the model on two branches differs by rounding alone.
+        """Return whether the weights after training on two branches differ by rounding alone.
 
         All weights are judged together: Adam moves one whose gradient is rounding noise as far as any other, and so in any direction.
         """
@@ -142,7 +142,7 @@ def loaded(service: TrainerCommands, branch: str) -> Generator[tuple[subprocess.
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; a process that was killed stays visible where nobody asks for its end."""
+    """Return whether a process runs; a killed one that is still a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

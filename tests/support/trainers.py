@@ -209,7 +209,7 @@ def write_base(directory: Path) -> Path:
 
 
 def settings(base: Path, directory: Path, **changes: object) -> Settings:
-    """Of a trainer that takes two groups a batch, however stale."""
+    """Return the settings of a trainer that takes two groups a batch, with a staleness of at most 9 versions."""
     facts = {"run_id": "run", "model": base, "directory": directory, "groups_per_batch": 2, "poll_seconds": 0.001, "max_staleness": 9}
     return Settings(trainer=trainer_settings(**{**facts, **changes}))  # type: ignore[arg-type]
 
@@ -273,11 +273,11 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "dro": {"dro_beta": 0.5},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.5},
 }
-"""Of losses that are told apart from others only so, on a small batch."""
+"""Options of losses that differ from other losses only with them, on a small batch."""
 
 
 def loss_settings(name: str, **changes: Any) -> TrainerSettings:
-    """Of a loss with its options for the fixed batch."""
+    """Return the settings of a trainer with a loss and its options for the fixed batch."""
     return trainer_settings(loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}), **changes)  # type: ignore[arg-type]
 
 
@@ -306,7 +306,7 @@ def write_rows(file: Path, rows: Sequence[Any]) -> Path:
 
 
 def meta(rollout: str, group: str = "g", *, mode: str = "train", **changes: Any) -> dict[str, Any]:
-    """What exports say of a row."""
+    """Return the field `meta` of an exported row."""
     about = {"run": "run", "mode": mode, "group": group, "rollout": rollout, "attempt": 0, "build_spec": "spec", "revision": 0}
     return {"meta": {**about, **changes}}
 
@@ -317,7 +317,7 @@ def tokens(*ids: int, reply: int = 1, **more: Any) -> dict[str, Any]:
 
 
 def finetune_settings(base: Path, directory: Path, store: StoreSettings = NOBODY, **changes: Any) -> Settings:
-    """Of a run of three epochs of two steps; `trainer` changes that section."""
+    """Return the settings of a run over files with three epochs of two steps; `trainer` changes that section."""
     trainer = {"run_id": "run", "model": base, "directory": directory, "publish": False, "traces": False, **changes.pop("trainer", {})}
     facts = {"epochs": 3, "batch_size": 2, "held_out": 0.0, **changes}
     return Settings(store=store, trainer=trainer_settings(**trainer), finetune=FinetuneSettings(**facts))
@@ -341,7 +341,7 @@ EXAMPLES = [
     example(([*PROMPT, 10, 12, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
     example(([*PROMPT, 10], [*REPLY, 1])),
 ]
-"""Of different lengths; the second one has two replies, and an observation between them."""
+"""Examples of different lengths; the second one has two replies, and an observation between them."""
 PAIRS = [
     example(([*PROMPT, 9, 11, 2], [*REPLY, 1, 1, 1]), ([*PROMPT, 10, 11, 2, 1, 6, 8, 2, 1, 5, 9, 2], [*REPLY, 1, 1, 1, *[0] * 6, 1, 1])),
     example(([*PROMPT, 10, 12], [*REPLY, 1, 1]), ([*PROMPT, 9], [*REPLY, 1])),

@@ -1,4 +1,4 @@
-"""What is kept of attempts on disk is bounded: the newest rollouts stay, whatever their ids are made of."""
+"""Limits of attempts' files on disk: the newest rollouts stay, with any characters in their ids."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ WORKLOAD = Workload(3, 8, 32)
 
 
 def transitions() -> pl.DataFrame:
-    """What must be built of the workload, as far as merging reads it."""
+    """Return the transitions that must be built of the workload, with the columns that merging reads."""
     same = {"RunId": "run-0", "Mode": "train", "GroupId": "g", "GroupSize": 8, "Attempt": 0, "Policy": "policy", "Version": 3}
     same |= {"TokenizerHash": "t", "Temperature": 1.0, "Reshaping": "", "Versions.Start": [0], "Versions.Version": [3]}
     rows = [

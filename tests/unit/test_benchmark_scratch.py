@@ -1,4 +1,4 @@
-"""What a failed benchmark leaves: everything after an exception, the logs after a count that is not 0; a sound one leaves nothing."""
+"""Scratch directories of benchmarks: kept after an exception, only their logs after a failed check, removed after success."""
 
 from __future__ import annotations
 

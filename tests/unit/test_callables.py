@@ -36,7 +36,7 @@ FILE = """
 
 @pytest.fixture(autouse=True)
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is imported and put on the path is undone."""
+    """Restore sys.path and remove the modules that a test imported."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield

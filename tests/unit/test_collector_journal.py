@@ -70,7 +70,7 @@ def test_journal_torn_at_any_byte_keeps_whole_bodies_before(
 @settings(deadline=None)
 @given(lives=st.lists(BODIES, min_size=1, max_size=5))
 def test_journal_cleared_bodies_are_not_read_again(lives: list[list[bytes]]) -> None:
-    """Whatever of it stands behind the new bodies, which are written over it."""
+    """Bodies before a clear are not read again, though parts of them may remain in the file behind the new bodies."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         journal = Journal(path)

@@ -48,7 +48,7 @@ class BusyEngine:
         return Kind(1, True)
 
     def settle(self) -> None:
-        """As spans that wait: there are none."""
+        """Do nothing: no spans wait."""
 
     def close(self) -> None:
         """Nothing to close."""

@@ -1,4 +1,4 @@
-"""What `spangrad collector` finds, hands on and refuses before it becomes the Collector."""
+"""Start of `spangrad collector`: the binary it finds, the environment it hands on, and the settings it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipe between a statement and its answer: what was written is known, however early somebody waits for it."""
+"""Pipe between a statement and its answer: it is untouched until bytes are written, also while a reader waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which agent a command line names."""
+"""Agents that command lines name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands print of texts that users, agents and models wrote: the same text, whatever rich would make of it."""
+"""Console output of texts that users, agents and models wrote: rich prints them unchanged."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTION = Question("s", START, (Task("a", 1),), (Task("b", 1),))
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever width rich finds where the tests run."""
+    """Set the console's width to 200 columns, independent of the terminal."""
     build_console = console.plain_console
     monkeypatch.setattr(console, "plain_console", lambda *given, **more: build_console(*given, **{**more, "width": 200}))
 

@@ -39,7 +39,7 @@ class Flow:
     spent: set[int] = field(default_factory=set)
     cancelled: int = 0
     begun: bool = False
-    """Whether a batch was taken, and told of."""
+    """State of the batch: true once it is taken and announced, until it is committed or lost by a crash."""
 
     @property
     def demand(self) -> DemandState:
@@ -50,7 +50,7 @@ class Flow:
         return DemandState(groups=groups, enqueued=enqueued, cancelled=self.cancelled, branches=[branch])
 
     def update(self, extra: int) -> Difference:
-        """What the source does: enqueue, or cancel the newest that run."""
+        """Change the groups as the source does: enqueue some, or cancel the newest that run; return how many."""
         demand = self.demand
         change = difference(demand, extra)
         place = demand.enqueued + demand.cancelled

@@ -34,7 +34,7 @@ def test_direct_mode_frameworks_match_docs_table() -> None:
 
 
 def counts_of(file: Path) -> tuple[str, ...]:
-    """How many calls the captured spans tell of: with token ids, without, failed, in no convention that is read; and whose they are."""
+    """Count the calls in captured spans: with token ids, without, failed, in no convention that is read; and name their agents."""
     spans = SpanFactory()
     spans.evaluation(spans.root())
     for line in file.read_text().splitlines():

@@ -39,7 +39,7 @@ class Observation(BaseModel):
 
 
 class OpenEnvBase:
-    """What OpenEnv's `Environment` gives its subclasses."""
+    """Methods that OpenEnv's `Environment` gives its subclasses."""
 
     async def reset_async(self) -> Any:
         raise AssertionError

@@ -28,11 +28,11 @@ LEASE_SECONDS = 30.0
 
 
 class World:
-    """What a pool's environments have seen."""
+    """Record of a pool's environments, which share it."""
 
     def __init__(self) -> None:
         self.ill: list[str] = []
-        """What fails next: begin, reset, health."""
+        """Methods that fail at their next call: begin, reset, health."""
         self.wrong: list[str] = []
         self.made: list[Env] = []
 
@@ -92,7 +92,7 @@ class Story(RuleBasedStateMachine):
         self.count = count
         self.asked: dict[str, asyncio.Task[Leased]] = {}
         self.held: set[str] = set()
-        """That somebody was told of, and has not given back."""
+        """Names of the granted leases that have not ended."""
         self.beaten: dict[str, float] = {}
         self.pool = self.do(self.started_pool)
 
@@ -211,7 +211,7 @@ TestStory = Story.TestCase
 
 
 class Plain:
-    """As people write them: plain methods, in one thread."""
+    """Environment with plain methods, as users write them."""
 
     def __init__(self) -> None:
         self.given: list[object] = []

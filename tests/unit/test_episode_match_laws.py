@@ -28,7 +28,7 @@ ATTEMPTS = 2
 
 
 class Fault(Enum):
-    """What a player does in place of a reply."""
+    """Behaviour of a player in place of a reply."""
 
     SILENT = "silent"
     DIES = "dies"
@@ -41,7 +41,7 @@ class Turn:
 
     acting: frozenset[str]
     rewards: tuple[float | None, ...]
-    """Of each role; those that are not None add to 0."""
+    """Reward of each role; those that are not None add up to 0."""
     leaving: frozenset[str] = frozenset()
     """Roles for which the episode ends with this turn."""
     crashes: str = ""

@@ -1,4 +1,4 @@
-"""What the examples share: the tiny model's tokens, the settings of a run, how success is counted."""
+"""Code that the examples share: the tiny model's tokens, the settings of a run, the count of successes."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_transcripts_have_known_words_and_nothing_held_out(draw: Callable[..., l
 
 
 def test_policy_transcript_does_not_reveal_sql_functions() -> None:
-    """With "average", the right function is said no more often than its place in the grammar."""
+    """The right function answers a conversation with "average" no more often than its share in the grammar."""
     rng = random.Random(0)
     answers = Counter(
         messages[-1]["content"].split()[1]

@@ -113,7 +113,7 @@ def test_dialogue_of_anthropic_messages() -> None:
 
 
 def _recorded() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What vLLM was asked and answered, errors and streams aside (the gateway puts these together before they are stored)."""
+    """Return recorded requests to vLLM and their answers, without errors and streams (the gateway joins a stream before it is stored)."""
     recorded = {file.stem: json.loads(file.read_text()) for file in sorted((FIXTURES / "gateway").glob("*.json"))}
     whole = {
         name: exchange for name, exchange in recorded.items() if exchange["bare"]["status"] == 200 and not exchange["request"].get("stream")
@@ -252,7 +252,7 @@ def test_read_redacted_missing_or_broken_text_raises_distinct_errors() -> None:
 
 
 def test_read_recorded_model_spans_have_texts() -> None:
-    """Of every span of an instrumented client that is no failure."""
+    """Texts are read from the recorded model spans of every instrumented client, failures aside."""
     scopes = ("openinference.instrumentation.openai", "openinference.instrumentation.anthropic", "opentelemetry.instrumentation.openai.v1")
     outcomes = Counter[str]()
     for file in sorted((FIXTURES / "spans").glob("*.jsonl")):

@@ -1,4 +1,4 @@
-"""Which failure of the policy an exception is."""
+"""Failures of the policy: the reason of each exception."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bad_request(message: str, code: object) -> openai.BadRequestError:
 
 
 class MyMaxTurnsExceeded(MaxTurnsExceeded):
-    """As an agent may derive its own from a framework's."""
+    """Exception that an agent derives from a framework's exception."""
 
 
 class UnprintableError(Exception):

@@ -1,4 +1,4 @@
-"""Frameworks that nobody has shown the builder: every call of theirs leaves it, told by their own spans or by the gateway's."""
+"""Frameworks unknown to the builder: each of their calls becomes a drop with a reason or, with the gateway's spans, a transition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's admin API under requests that nobody thought of: it answers each as its description says, and goes on carrying calls."""
+"""The gateway's admin API under generated requests: it answers each as its description says, and continues to carry calls."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_alternatives_of_another_form_are_no_failure_of_the_answer(name: str) ->
 
 
 def test_alternatives_after_a_chunk_without_are_left_out() -> None:
-    """What is kept stands at the places of the first tokens."""
+    """The alternatives that are kept belong to the first tokens."""
     given = golden("chat-two-stream")
     events = given["plugged"]["body"].encode().split(b"\n\n")
     fourth = [at for at, event in enumerate(events) if b'"top_logprobs":[{' in event][3]

@@ -1,4 +1,4 @@
-"""Who may ask what of the gateway, how large and how slowly, and where their secrets do not go."""
+"""Access to the gateway: requests that a token allows, limits of their size and time, TLS, and secrets that reach no engine and no log."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ async def test_gateway_body_over_max_request_bytes_answers_413(chunked: bool) ->
 
 
 async def said_to(stage: Stage, *pieces: bytes, until: bytes | None = None) -> bytes:
-    """What the gateway says to pieces of a request, up to `until`, or until it ends the connection."""
+    """Send pieces of a request; return the gateway's answer up to `until`, or until it ends the connection."""
     assert stage.client._base_url
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.client._base_url.port)
     try:

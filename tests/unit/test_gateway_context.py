@@ -1,4 +1,4 @@
-"""Whose call it is, from odd headers; what counts as constrained sampling; how counts forget."""
+"""Attribution of calls with odd headers, detection of constrained sampling, and removal of old counts."""
 
 from __future__ import annotations
 

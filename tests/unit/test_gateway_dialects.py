@@ -29,7 +29,7 @@ WITH_IDS = [name for name in ANSWERED if not name.startswith("completions-echo")
 
 @dataclass
 class Heard:
-    """What a dialect made of an answer."""
+    """Results of a dialect's reading of an answer: the request, the engine's answer, and the bytes for the client."""
 
     request: ClientRequest
     answer: EngineAnswer

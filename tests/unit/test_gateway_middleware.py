@@ -21,7 +21,7 @@ from spangrad.weights.checksums import tokenizer_hash
 from tests.support.fake_engine import SAMPLING, FakeEngine, event
 
 ADAPTERS = {"policy": SimpleNamespace(load_inplace=True)}
-"""What vLLM keeps of an adapter that was loaded in place."""
+"""Adapter that vLLM keeps by its name, loaded in place."""
 ASKED = {"model": "policy", "messages": [{"role": "user", "content": "say rome"}]}
 
 
@@ -317,7 +317,7 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
 async def test_middleware_order_and_waiting_calls_end_with_a_dead_engine(
     middleware: SpangradMiddleware, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else vLLM's server, which waits for its connections, would never end, and nobody would start it again."""
+    """Requests end with a dead engine; else vLLM's server, which waits for its connections, would never end and be restarted."""
     monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.01)
     vllm.before_last.clear()
     pause = asyncio.create_task(call(middleware, "/pause?mode=keep"))

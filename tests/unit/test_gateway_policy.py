@@ -1,4 +1,4 @@
-"""Which backend answers a call: load, prefixes, limits, turns, canaries. Frozen upstreams stand for backends of any kind."""
+"""Choice of the backend of a call: load, prefixes, limits, turns, canaries. Frozen upstreams stand for backends of any kind."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ async def test_frozen_upstream_draining_during_rest_stays_draining(monkeypatch: 
 
 
 class Turns(RuleBasedStateMachine):
-    """Lines of a fair queue: nobody is passed over more often than there are other lines."""
+    """Lines of a fair queue: none is passed over more often than there are other lines."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from tests.support.gateways import ASKED, all_serve, ask, backends, several, sta
 
 @asynccontextmanager
 async def upstream(answers: dict[str, tuple[int, Any]]) -> AsyncGenerator[tuple[str, list[tuple[str, dict[str, str], Any]]]]:
-    """Somebody else's server: path -> status and answer; what it was asked."""
+    """Run a foreign server that answers each path with a status and a body, and yield its address and the requests it got."""
     asked: list[tuple[str, dict[str, str], Any]] = []
 
     async def handle(request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""When a client has its answer, the call's span is on disk: the end of the answer waits for it; and what is counted has a span."""
+"""Spans of the recorder: the end of an answer waits until the call's span is on disk, and every counted call has a span."""
 
 from __future__ import annotations
 

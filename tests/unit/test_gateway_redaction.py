@@ -25,7 +25,7 @@ ARRAYS = ("spangrad.input.token_ids", "spangrad.output.token_ids", "spangrad.out
 
 
 def redacted(request: str, response: str | None = None, /, *rules: str, paths: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
-    """What is kept of a call's request and answer, beside its ids."""
+    """Return the attributes of a call that remain after redaction: its request, its answer and its ids."""
     rules_of = Redactor(GatewaySettings(redact=rules, redact_paths=paths))
     attributes = {"spangrad.request.json": request, "spangrad.response.json": response, "spangrad.input.token_ids": b"ids!", **more}
     _, _, kept = rules_of.redact("chat", "", attributes)

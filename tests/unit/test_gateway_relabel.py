@@ -1,4 +1,4 @@
-"""A publication of weights that an engine holds already: it moves the version's number alone, and interrupts nobody."""
+"""A publication of weights that an engine holds already: it changes the version's number alone, and interrupts no call."""
 
 from __future__ import annotations
 

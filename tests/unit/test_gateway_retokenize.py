@@ -21,7 +21,7 @@ from tests.support.gateways import MESSAGES, staged
 
 CHAT, COMPLETIONS, ANTHROPIC = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = "<|im_start|> user say rome <|im_end|> <|im_start|> assistant"
-"""What the example's chat template makes of MESSAGES."""
+"""MESSAGES as the example's chat template renders them."""
 
 
 def answered(*texts: str, **more: Any) -> dict[str, Any]:

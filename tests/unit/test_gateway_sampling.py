@@ -1,4 +1,4 @@
-"""What the gateway records of how a call was sampled, however the client wrote it."""
+"""Sampling parameters that the gateway records of a call, in every form in which a client writes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNREAD: dict[str, Any] = {semconv.SAMPLING_CONSTRAINED: True}
 
 
 async def test_sampling_reported_by_engine_overrides_request() -> None:
-    """As with --generation-config auto, where the model's directory says how to sample what the client leaves out."""
+    """An engine with --generation-config auto takes from the model's directory the sampling parameters that the client leaves out."""
     reported = {**SAMPLING, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
     async with staged(FakeEngine(sampling=reported)) as stage:
         await stage.chat(temperature=None)

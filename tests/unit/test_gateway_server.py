@@ -27,7 +27,7 @@ async def stage() -> AsyncGenerator[Stage]:
 
 
 def bare(answer: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM answers without our plugin."""
+    """Return an answer as vLLM gives it without our plugin."""
     return {name: value for name, value in answer.items() if name != "spangrad"}
 
 

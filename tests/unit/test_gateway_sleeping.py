@@ -44,7 +44,7 @@ async def until_status(stage: Stage, *statuses: str) -> None:
 
 
 async def call_unseen(engine: FakeEngine) -> dict[str, Any]:
-    """A call by a gateway that the controller has lost: it goes to the engine, and nobody else knows of it."""
+    """Make a call by a gateway that the controller has lost: only the engine knows of it."""
     url = f"http://127.0.0.1:{engine.port}/v1/chat/completions"
     async with aiohttp.ClientSession() as client, client.post(url, json={**ASKED, "return_token_ids": True}) as answer:
         return await answer.json()

@@ -44,7 +44,7 @@ LABELLED = [SimpleNamespace(version="default", start=0, end=2), SimpleNamespace(
 
 
 def output(prompt: list[int] | None, tokens: list[int], finish_reason: str | None = None) -> SimpleNamespace:
-    """What vLLM's engine yields: a dictionary of logprobs for each token, in which others may stand before the sampled one."""
+    """Return an output of vLLM's engine: a dictionary of logprobs for each token, in which others may stand before the sampled one."""
     logprobs = [{99: SimpleNamespace(logprob=-0.1), token: SimpleNamespace(logprob=SAMPLED[token])} for token in tokens]
     labels = LABELLED if finish_reason else None
     completion = SimpleNamespace(index=0, token_ids=tuple(tokens), logprobs=logprobs, finish_reason=finish_reason, weight_versions=labels)
@@ -187,7 +187,7 @@ async def test_tap_stream_reports_new_tokens_per_event_and_all_in_last(vllm: Vll
 
 
 async def test_tap_each_engine_request_is_one_generation(vllm: Vllm, middleware: SpangradMiddleware) -> None:
-    """As where vLLM runs a tool itself, and asks again."""
+    """An answer of several engine requests, as where vLLM runs a tool itself, and asks again."""
     vllm.whole, vllm.generations = True, 2
     (body,) = await call(middleware, vllm)
     field = json.loads(body)["spangrad"]

@@ -35,7 +35,7 @@ def sender() -> Iterator[WeightsSender]:
 
 @pytest.fixture
 def version(tmp_path: Path) -> tuple[Path, str]:
-    """Where a version lies, and its checksum; its files are gone."""
+    """Return a version's directory, whose weights are deleted, and its checksum."""
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     checksum = checksum_directory(tmp_path)
     (tmp_path / "model.safetensors").unlink()

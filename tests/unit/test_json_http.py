@@ -41,7 +41,7 @@ def awaited(service: RemoteService) -> Any:
 
 @pytest.fixture
 def answers() -> list[bytes]:
-    """What is answered next; the last one again and again."""
+    """Return the server's next answers, of which the last one is repeated."""
     return [WHOLE]
 
 

@@ -1,4 +1,4 @@
-"""What the queue does with failures that have rewards, and with those that have none."""
+"""Failures in the queue, with rewards and without."""
 
 from __future__ import annotations
 

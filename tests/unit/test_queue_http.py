@@ -18,7 +18,7 @@ WHOLE = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2
 
 @pytest.fixture
 def answers() -> list[bytes]:
-    """What is answered next; the last one again and again."""
+    """Return the server's next answers, of which it repeats the last."""
     return [HALF]
 
 

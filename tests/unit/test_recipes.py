@@ -57,7 +57,7 @@ def planned(values: dict[str, Any], size: str, method: Method) -> tuple[Capacity
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("size", SIZES)
 def test_recipe_settings_of_model_are_those_that_plan_writes(size: str, method: Method, request: pytest.FixtureRequest) -> None:
-    """Of `spangrad plan` on 8 x 80 GB with a recipe's and a method's settings; `--write-docs` writes them."""
+    """The settings are those of `spangrad plan` on 8 x 80 GB with a recipe's and a method's settings; `--write-docs` writes them."""
     *files, of_model = layers("spider", size, method)
     lines = settings_file(*planned(merged(files), size, method)).splitlines()
     written = "".join(f"{line}\n" for line in lines if not line.startswith("model = "))

@@ -1,4 +1,4 @@
-"""Ids: in order within a series, and nobody else's."""
+"""Ids of the runner: in order within a series, and unique across series."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BOUND = LIMITS.join_seconds + len(TURNS) * (LIMITS.turn_seconds + 1)
 
 
 class Move(Enum):
-    """What a player does at a place of the interleaving, without waiting for its response."""
+    """Action of a player at a place of the interleaving, which does not wait for its response."""
 
     RESET = "reset"
     ACT = "act"

@@ -26,7 +26,7 @@ LIMITS = GameLimits(join_seconds=100.0, turn_seconds=10.0, return_seconds=3.0)
 
 
 class Habit(Enum):
-    """What a player does at one of its turns."""
+    """Behaviour of a player at one of its turns."""
 
     ACTS = "acts"
     HESITATES = "hesitates"

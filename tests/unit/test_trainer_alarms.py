@@ -1,4 +1,4 @@
-"""When a rising return is an alarm, and what the trainer does about it."""
+"""The alarm of a return that rises without success: its rule, and the trainer's warning and record of it."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_step_whose_branch_another_trainer_took_before_its_lease_is_undone(tmp_p
 
 @pytest.mark.parametrize("reason", ["rows", "ledger"])
 def test_step_refused_while_version_is_pending_leaves_it(tmp_path: Path, base: Path, reason: str) -> None:
-    """By a check of its rows, before it is leased; or by the ledger, which knows one of its rollouts."""
+    """A step is refused by a check of its rows before it is leased, or by the ledger, which knows one of its rollouts."""
     seen: list[int | None] = []
 
     class Refusing(Slow):
@@ -360,7 +360,7 @@ def test_stop_commits_pending_version_that_is_written_in_time_and_undoes_another
 
 
 def test_two_trainers_of_a_branch_with_pending_versions_train_each_group_once(tmp_path: Path, base: Path) -> None:
-    """In one process, each with a holder's name of its own; the second takes over wherever the first leaves room."""
+    """Two trainers in one process, each with its own holder's name, train each group once; one continues where the other leaves room."""
     names = [f"g{at:02}" for at in range(16)]
     both = [wired(settings(base, tmp_path, groups_per_batch=1, max_staleness=99), FakeSource(names), Slow()) for _ in range(2)]
     failures: list[BaseException] = []

@@ -31,7 +31,7 @@ def normalise(units: Units) -> np.ndarray:
 
 
 def units(values: list[float]) -> Units:
-    """Of one group."""
+    """Return units of one group with these values."""
     return Units(np.array(values), np.zeros(len(values), np.int64), np.ones(len(values), np.int64))
 
 
@@ -165,7 +165,7 @@ def test_discounted_counts_dropped_calls_and_not_choices_as_time():
 
 @pytest.mark.parametrize(("how", "baseline"), [(how, baseline) for how, baseline in PAIRS if baseline == "rollout"])
 def test_advantages_count_rollout_once_for_any_number_of_turns(how: Credit, baseline: Baseline):
-    """By rows a 9-turn win and a 1-turn loss would be +0.32 and -2.85 (facts of verl's own grouping)."""
+    """A 9-turn win and a 1-turn loss weigh the same; grouped by rows, as verl does, they would be +0.32 and -2.85."""
     prompts = [{**row, "PromptIds": [i + 1]} for i, row in enumerate(NINE_TURN_WIN + ONE_TURN_LOSS)]
     earlier = 0.0 if how == "final_only" else HALF
     assert advantages(frame(prompts), how, baseline) == pytest.approx([earlier] * 8 + [HALF, -HALF], abs=1e-4)

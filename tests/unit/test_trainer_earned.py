@@ -20,7 +20,7 @@ from transition_builder.schemas import GIVEN
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String), "Rewards.CallId": pl.List(pl.String)}
 KEPT, DROPPED, NO_TURN = "kept", "dropped", "no turn"
-"""What became of a call: a transition; a policy call that was dropped; a call that failed or is not selected, which is no turn."""
+"""Outcomes of a call: a transition; a policy call that was dropped; a call that failed or is not selected, which is no turn."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ LAST = 100.0
 
 
 def turns(rollout: Sequence[Call]) -> list[int]:
-    """When each call was made: at its turn, or of a call that is none, at the next."""
+    """Return the time of each call: its turn or, for a call that is no turn, the next turn."""
     counted = np.cumsum([call.outcome != NO_TURN for call in rollout])
     return [int(count) - (call.outcome != NO_TURN) for call, count in zip(rollout, counted, strict=True)]
 
@@ -160,7 +160,7 @@ def test_returns_are_independent_of_dropped_calls(rollouts: Rollouts) -> None:
 
 @given(some_rollouts, st.sampled_from([1.0, 0.5, 0.0]), st.data())
 def test_advantages_of_kept_calls_equal_those_of_whole_rollout(rollouts: Rollouts, gamma: float, data: st.DataObject) -> None:
-    """Own values do not know of dropped calls' rewards; reward-to-go knows those that came after, whoever carries them."""
+    """Own values leave out the rewards of dropped calls; reward-to-go includes all later rewards, those of dropped calls too."""
     own, togo = dict[str, float](), dict[str, float]()
     for name, rollout in enumerate(rollouts):
         when = turns(rollout)

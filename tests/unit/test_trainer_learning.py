@@ -1,4 +1,4 @@
-"""Which settings of learning go together: what cannot be done is refused before anything heavy starts."""
+"""Combinations of the settings of learning: unsupported ones are refused before anything heavy starts."""
 
 from __future__ import annotations
 

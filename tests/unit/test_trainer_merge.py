@@ -146,7 +146,7 @@ TOKENS = st.lists(st.integers(1, 2), min_size=1, max_size=3)
 
 @given(data=st.data())
 def test_merge_trains_every_sampled_token_once_in_its_context(data: st.DataObject):
-    """Of rollouts that grow, break, fork and repeat themselves, over an alphabet so small that prefixes meet by accident."""
+    """Sampled tokens are trained once in rollouts that grow, break, fork and repeat; in a small alphabet prefixes meet by accident."""
     rows: list[dict[str, object]] = []
     for rollout in ("a", "b"):
         ends: list[list[int]] = [[]]

@@ -1,4 +1,4 @@
-"""What runs beside a step: looks for the next batch, and what follows the last commit; its order, its errors, and when it waits."""
+"""Work beside a step: looks for the next batch, and follow-ups of the last commit; their order, their errors, and waits for them."""
 
 from __future__ import annotations
 

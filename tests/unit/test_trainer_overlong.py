@@ -76,7 +76,7 @@ def test_masks_of_truncated_calls_follow_setting(truncated: Any, expected: list[
 
 @pytest.mark.parametrize(("truncated", "trained"), [("train", 4), ("mask", 3), ("reject", 2)])
 def test_masks_of_truncated_calls_keep_them_in_baseline(truncated: Any, trained: int):
-    """Returns 0, 1 and 0.5 whoever is masked: the mean is 0.5, so b has +0.5 and c 0."""
+    """The returns are 0, 1 and 0.5, whichever calls are masked: the mean is 0.5, so b has +0.5 and c 0."""
     rows = frame(
         call("a", 0, 2), call("a", 1, 3, cut=True, rewards=(0.0,)), call("b", 0, 2, rewards=(1.0,)), call("c", 0, 2, rewards=(0.5,)),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a plan says of every group, and in one sentence."""
+"""Plans of training: the statement on every group, and the summary in one sentence."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_planned_every_reason_not_to_train_is_reported():
 
 
 def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
-    """What the old branch sampled is as stale here as there; unknown weights have the policy's next number."""
+    """Calls that the old branch sampled are as stale here as there; unknown weights have the policy's next number."""
     base = write_base(tmp_path / "base")
     old = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b", "c", "d"]))
     old.run(follow=False)

@@ -160,7 +160,7 @@ class Closing(FakeOptimizer):
 
 @pytest.mark.parametrize("status", [None, 404, 502, 503])
 def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: Path, base: Path, status: int | None) -> None:
-    """None: nobody listens at the port meanwhile; else a proxy answers in its place."""
+    """The gateway is away: with status None its port is closed, else a proxy answers with the status in its place."""
     versions, (port,) = [0], free_ports(1)
     gateways = [Gateway(port, versions)]
 

@@ -45,7 +45,7 @@ def test_ratings_recover_the_strengths_that_games_were_drawn_by() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.sampled_from([0.0, 0.5, 1.0])), max_size=40))
 def test_ratings_are_finite_and_balance_points_won(games: list[tuple[int, int, float]]) -> None:
-    """At the maximum of the likelihood each competitor has won as many points as the model expects."""
+    """Each competitor has won as many points as the model expects at the maximum of the likelihood."""
     players = [Competitor("first", "p", version) for version in range(4)] + [SCRIPTS]
     scores = [Score(players[first], players[second], points) for first, second, points in games if first != second]
     rated = {SCRIPTS: 0.0, **ratings(scores)}

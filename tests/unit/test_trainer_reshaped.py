@@ -1,4 +1,4 @@
-"""Rows sampled from a reshaped distribution: what the correction mends of the gradient, and what bias it leaves."""
+"""Rows sampled from a reshaped distribution: the gradient after the correction, and the bias that remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 LOGITS = np.array([2.0, 1.2, 0.4, -0.3, -1.0, -2.0])
 ADVANTAGES = np.array([-0.5, 1.0, 0.6, -1.0, 0.8, 0.3])
-"""Of each token of a vocabulary of six, in a bandit of one step."""
+"""Advantage of each token of a vocabulary of six, in a bandit of one step."""
 
 
 def softmax(logits: Floats) -> Floats:
@@ -104,7 +104,7 @@ def test_corrected_gradient_of_top_p_lacks_unsampled_tokens_only(top_p: float) -
 
 
 def test_corrected_estimates_of_samples_converge() -> None:
-    """By sampling, as training does: 200,000 draws from the nucleus."""
+    """The mean over 200,000 samples of the nucleus, drawn as in training, is the expected gradient."""
     policy, processed = softmax(LOGITS), nucleus(LOGITS, 0.9)
     batch, logprobs = of_tokens(policy, processed)
     weights = np.zeros(6)

@@ -1,4 +1,4 @@
-"""Which ready groups are skipped and which calls are masked, and what each reason depends on."""
+"""Skipped groups and masked calls: the conditions of each reason, and the settings that it depends on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watchers are told, what they show, and what becomes of one that fails."""
+"""Watchers of the trainer: the stages and steps that they are told of, their lines, table and metrics, and the failure of one."""
 
 from __future__ import annotations
 

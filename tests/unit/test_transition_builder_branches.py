@@ -1,4 +1,4 @@
-"""What came before a call on its branch, the branches, what stands around a call, and which call caused which tool call."""
+"""Reconstruction of rollouts: parent calls, branches, the spans around a call, and the call that caused each tool call."""
 
 from __future__ import annotations
 

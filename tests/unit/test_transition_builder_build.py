@@ -1,4 +1,4 @@
-"""From hand-made spans to transitions and drops: every call once, whatever befell it (law 2)."""
+"""Transitions and drops that are built of hand-made spans: every call once, with any fault (law 2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a rollout may be built: nothing partial, and nothing forever."""
+"""Completeness of a rollout: none is built in part, and none waits forever."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
 
 
 class Arrivals:
-    """What has arrived of one rollout, the root at second 0 of the store's clock."""
+    """Facts that have arrived of one rollout, the root at second 0 of the store's clock."""
 
     def __init__(self) -> None:
         self.roots: list[dict[str, Any]] = []

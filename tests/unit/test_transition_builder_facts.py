@@ -1,4 +1,4 @@
-"""What arrivals tell of their rollouts, by hand-made rows."""
+"""Facts that arrivals give of their rollouts, on hand-made rows."""
 
 from __future__ import annotations
 

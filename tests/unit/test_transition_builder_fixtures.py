@@ -48,7 +48,7 @@ CALLS = {
     "traceloop_langchain": (2, {"no_token_ids": 2}),
 }
 """Calls of each file, and those that drop by reason. LangChain's own trace and the traces of its OpenAI client are apart: one rollout
-that names both makes one call of each two spans. docs/reference/fixtures.md, where nobody names them, has three rollouts and four calls."""
+that names both makes one call of each two spans. docs/reference/fixtures.md, where no span names one, has three rollouts and four calls."""
 
 
 @functools.cache

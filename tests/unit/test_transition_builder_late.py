@@ -1,4 +1,4 @@
-"""How many rows a rollout has, and of which more are there than its build read."""
+"""Late spans: number of rows of each rollout, and the rollouts that have more rows than their build read."""
 
 from __future__ import annotations
 

@@ -81,14 +81,14 @@ class Plan:
     parent: int
     """Among the plans; beyond them: none, or one that never arrived."""
     lone: bool
-    """Whether its trace is its own."""
+    """True if the span has a trace of its own."""
     named: bool
     process: str
     failed: bool
     choices: int
     fault: int
     echoes: bool
-    """Whether its answer has the id of every other such answer."""
+    """True if the span's answer has the id that all such answers share."""
     graded: float | None
 
 

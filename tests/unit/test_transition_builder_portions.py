@@ -1,4 +1,4 @@
-"""How many rollouts are built at a time."""
+"""Portions of the builder: the rollouts that are built at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of each call: which reason is written, and why, for calls made by hand with every fault at once."""
+"""Conclusions about calls: the drop reason and its detail, for hand-made calls with every fault at once."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_conclude_missing_optional_columns_are_no_fault() -> None:
 
 
 def meanings() -> dict[str, str]:
-    """What the docstrings of DropReason say."""
+    """Return the docstrings of DropReason's members by value."""
     tree = ast.parse(inspect.getsource(types.DropReason))
     body = tree.body[0].body  # type: ignore[attr-defined]
     return {

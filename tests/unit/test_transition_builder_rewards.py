@@ -1,4 +1,4 @@
-"""Which rewards count, and which call each of them goes to."""
+"""Choice of the rewards that count, and of the call that each is given to."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_span_attribute_reward_not_a_number_drops_as_no_reward() -> None:
 
 
 def sql_row(name: str, value: float | None, **changes: object) -> dict[str, object]:
-    """What a file says of the rollout `r`."""
+    """Return a row that a reward's SQL file gives the rollout `r`."""
     row = {"Name": name, "RuleHash": f"hash of {name}", "PerCall": False, "RunId": "run", "RolloutId": "r", "Attempt": 0}
     return row | {"Role": "", "CallId": "", "TraceId": "", "SpanId": "", "Value": value} | changes
 
@@ -186,7 +186,7 @@ def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
 
 @pytest.mark.parametrize("ahead", [-30, 0, 30])
 def test_evaluations_of_judges_in_several_processes_lowest_last_one_counts(ahead: int) -> None:
-    """Of what each says last, by its own count, the lowest counts."""
+    """The lowest of the judges' last values counts; the last one is by each judge's own sequence number."""
     spans = SpanFactory()
     root = spans.root()
     spans.call(root)

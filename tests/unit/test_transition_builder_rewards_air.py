@@ -1,4 +1,4 @@
-"""What each kind of rule finds, and what it leaves alone."""
+"""AIR rules: the spans that each kind of rule finds, and those that it leaves alone."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def rule_of(file: Path, body: str, **changes: object) -> AirRule:
 
 
 def two_rollouts() -> SpanFactory:
-    """Of two calls and of one, which take 1, 3 and 5 seconds; each is worth 1 by its runner."""
+    """Return spans of two rollouts, of two calls and of one, which take 1, 3 and 5 seconds; each rollout is worth 1 by its runner."""
     spans = SpanFactory()
     for rollout, seconds in (("a", (1, 3)), ("b", (5,))):
         root = spans.root(rollout)

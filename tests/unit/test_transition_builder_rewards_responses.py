@@ -1,4 +1,4 @@
-"""What calls answered, out of what real engines and conventions wrote down."""
+"""Responses of calls, parsed from the records of real engines and conventions."""
 
 from __future__ import annotations
 

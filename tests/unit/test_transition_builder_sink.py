@@ -1,4 +1,4 @@
-"""What becomes a new revision, and what is no news."""
+"""Revisions of a rollout: changed contents make a new one, the same rows do not."""
 
 from __future__ import annotations
 

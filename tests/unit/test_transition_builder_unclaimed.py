@@ -23,7 +23,7 @@ def call(**facts: Any) -> pl.DataFrame:
 
 
 def owner(**facts: Any) -> pl.DataFrame:
-    """Whose the spans of the call's trace are that name no rollout."""
+    """Return the owner of the spans of the call's trace that name no rollout."""
     nothing = {"RunId": "", "Mode": "", "RolloutId": "", "Attempt": 0, "Attempts": 0}
     return pl.DataFrame([{"TraceId": "t"} | nothing | facts], schema=dict(OWNERS))
 
@@ -72,7 +72,7 @@ def verdict(
     root: bool | None = None,
     force: bool = False,
 ) -> list[tuple[Any, ...]]:
-    """What becomes of one call: `spans` and `rollout` say when the newest span of its trace and of its rollout came."""
+    """Return the verdict on one call; `spans` and `rollout` are the arrival times of the newest span of its trace and of its rollout."""
     known = active({"RolloutId": (facts or {}).get("RolloutKey", "r"), "LastArrival": TIME(rollout)})
     traces = pl.DataFrame([{"TraceId": "t", "LastArrival": TIME(spans), "HasOpenSpan": open_span}], schema=dict(TRACES))
     row = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}

@@ -85,7 +85,7 @@ class Worker:
         self.held = plan["version"]
 
     def holds(self, named: Named, number: int) -> bool:
-        """Whether all words are those of the weights, and padding is zero."""
+        """Return True if all words are those of the weights, and the padding is zero."""
         q, k, down, norm = (torch.from_numpy(named[name]).to(self.dtype) for name in NAMES)
         fused = torch.cat([q.chunk(WORKERS)[number], k.chunk(WORKERS)[number]])
         padded = torch.nn.functional.pad(down.chunk(WORKERS, 1)[number], (0, 1))

@@ -61,7 +61,7 @@ def sharded(draw: st.DrawFn) -> tuple[Tensors, int, list[Piece]]:
 
 
 def reports(split: Tensors, workers: int, pieces: Sequence[Piece], sum_box: Callable[..., TensorSums]) -> EngineReports:
-    """What each worker reports of its pieces."""
+    """Return the reports of the workers about their pieces."""
     shards: list[list[Shard]] = [[] for _ in range(workers)]
     for piece in pieces:
         tensor = split[piece.name]
@@ -96,7 +96,7 @@ def test_combine_any_sharding_gives_sums_of_files(case: tuple[Tensors, int, list
 
 @given(sharded(), st.data())
 def test_combine_one_changed_word_in_one_shard_is_noticed(case: tuple[Tensors, int, list[Piece]], data: st.DataObject) -> None:
-    """Of a shard that several workers hold, one copy changes; of another, the only one."""
+    """A changed word is noticed in one copy of a shard that several workers hold, and in the only copy of another."""
     split, workers, pieces = case
     place = data.draw(st.integers(0, len(pieces) - 1))
     piece = pieces[place]
@@ -147,7 +147,7 @@ def test_combine_gaps_overlaps_and_missing_tensors_are_named() -> None:
 
 
 def test_combine_replica_that_did_not_load_is_named() -> None:
-    """As `[0]` of vLLM's results would not show it."""
+    """A replica that kept the old weights is named, which the first element of vLLM's results would not show."""
     old, new = {"w": np.arange(8, dtype=np.uint32)}, {"w": np.arange(8, dtype=np.uint32) + 1}
     pieces = [Piece("w", (slice(0, 4),), frozenset({0})), Piece("w", (slice(4, 8),), frozenset({1}))]
     replicas = [reports(weights, 2, pieces, sums_of_box).replicas[0] for weights in (new, old)]
