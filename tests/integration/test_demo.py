@@ -74,7 +74,7 @@ def check_accounts(report: dict[str, Any]) -> None:
 def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) -> None:
     run = tmp_path / "demo"
     short = command(run, "--max-steps", "2", "--group-size", "4", "--gateway", gateway)
-    demo = subprocess.run(short, capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+    demo = subprocess.run(short, capture_output=True, text=True, timeout=540, check=False, cwd=tmp_path)
     assert demo.returncode == 0, demo.stdout + demo.stderr
     report = json.loads((run / "report.json").read_text())
     check_accounts(report)

@@ -230,7 +230,7 @@ def script_of(page_blocks: list[Block], place: Place) -> str:
     return "\n".join([*lines, "kill $(jobs -p) 2>/dev/null || true", "wait"])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("bash")}))
 def test_doc_blocks_shell_runs(page: str, place: Place) -> None:
     done = place.run(script_of([block for block in blocks("bash") if block.page == page], place))
