@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,3 +42,24 @@ class Relay:
     def _write(self, text: str) -> None:
         with Path(os.environ["RELAY_LOG"]).open("a") as log:
             log.write(f"{self.name} {self.at} {text}\n")
+
+
+def lines_by_game(log: Path) -> dict[str, list[str]]:
+    """Return the lines of a log by game, each of which must be possible at its place: a turn is played once, in order, by its roles."""
+    games = defaultdict[str, list[str]](list)
+    for line in log.read_text().splitlines():
+        name, _, step = line.partition(" ")
+        assert step in _possible(name, len(games[name])), f"{step!r} follows {games[name]} of {name}"
+        games[name].append(step)
+    return games
+
+
+def _possible(name: str, number: int) -> set[str]:
+    """Return the lines that a game's log may have at a place."""
+    if number == 0:
+        return {"0 reset"}
+    if number > len(TURNS):
+        return set()
+    turn = sorted(TURNS[number - 1])
+    played = " ".join([f"{number - 1} step", *turn, *(f"{name}:{role}" for role in turn)])
+    return {played, *(f"{number - 1} forfeit {role}" for role in turn)}

@@ -14,7 +14,7 @@ import pytest
 
 from runner.queue.client import QueueClient
 from spangrad import semconv
-from tests.agents.relay import TURNS
+from tests.agents.relay import TURNS, lines_by_game
 from tests.support.runners import new_rollouts, queue_settings, runner_services, until_ended
 from tests.support.worker_kills import WORKERS, Victims, require_no_orphan, require_once
 
@@ -83,21 +83,12 @@ async def test_players_killed_50_times_play_no_turn_twice_or_out_of_order(
             for _, attributes in span.events:
                 if semconv.REWARD_ROLE in attributes:
                     returns[span.trace_id] += float(str(attributes[semconv.EVALUATION_SCORE]))
-    steps = defaultdict[str, list[str]](list)
-    for line in log.read_text().splitlines():
-        name, _, step = line.partition(" ")
-        steps[name].append(step)
-    for name, lines in steps.items():
-        assert lines[0] == "0 reset"
-        for number, (line, turn) in enumerate(zip(lines[1:], TURNS, strict=False)):
-            acted = " ".join([f"{number} step", *sorted(turn), *(f"{name}:{role}" for role in sorted(turn))])
-            assert line in {acted, *(f"{number} forfeit {role}" for role in turn)}
-        assert len(lines) <= 1 + len(TURNS)
-    whole = [name for name, lines in steps.items() if len(lines) == 1 + len(TURNS)]
+    games = lines_by_game(log)
+    whole = [name for name, lines in games.items() if len(lines) == 1 + len(TURNS)]
     assert len(whole) >= ROLLOUTS
     assert len(returns) >= ROLLOUTS
     assert set(returns.values()) == {0.0}
     reasons = Counter(str(reason or "succeeded") for reason in attempts.values())
-    forfeits = sum("forfeit" in line for lines in steps.values() for line in lines)
+    forfeits = sum("forfeit" in line for lines in games.values() for line in lines)
     report(f"{dict(victims.killed)} killed; attempts: {dict(reasons)}; {forfeits} forfeits")
     assert victims.killed.keys() == {"server", "worker", "host", "player"}

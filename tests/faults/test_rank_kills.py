@@ -20,7 +20,8 @@ import pytest
 
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
-from tests.support.trainer_commands import LIMIT_SECONDS, LOADED, STEPS, TrainerCommands, lives, with_groups
+from tests.support.trainer_commands import LIMIT_SECONDS, LOADED, STEPS, TrainerCommands, with_groups
+from tests.support.worker_kills import lives
 
 KILLED = {
     "trainer": "-m spangrad train",

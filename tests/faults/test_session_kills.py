@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 from spangrad.episode.adapters.openenv_server import OpenEnvServer
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
-from tests.agents.relay import TURNS
+from tests.agents.relay import lines_by_game
+from tests.support.worker_kills import lives
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 CLIENTS, STEPS = 8, 6
@@ -167,32 +168,14 @@ async def killed_games(directory: Path, report: Callable[[str], None], kills: in
             await service.kill_shard()
 
     await service.disturb([game.play(end) for game in games], kill, kills, seconds)
-    boards = defaultdict[str, list[str]](list)
-    for line in log.read_text().splitlines():
-        board, _, step = line.partition(" ")
-        boards[board].append(step)
-    for board, lines in boards.items():
-        for number, line in enumerate(lines):
-            assert line in _possible(board, number), f"{lines} of {board}"
     kinds = sum((game.kinds for game in games), Counter[str]())
-    forfeits = sum("forfeit" in line for lines in boards.values() for line in lines)
+    forfeits = sum("forfeit" in line for lines in lines_by_game(log).values() for line in lines)
     report(f"games of {GAMES} pairs beside {kills} kills: {dict(kinds)}; {forfeits} forfeits")
     assert kinds["whole"] > GAMES
     assert kinds["part"] + kinds["lost"] > 0
     assert {total for game in games for total in game.returns} == {0.0}
     assert forfeits > 0 or kills < 50, "a player that is killed in a game that is lost forfeits nothing"
     await service.require_end()
-
-
-def _possible(board: str, number: int) -> set[str]:
-    """Return the lines that a game's log may have at a place."""
-    if number == 0:
-        return {"0 reset"}
-    if number > len(TURNS):
-        return set()
-    turn = sorted(TURNS[number - 1])
-    played = " ".join([f"{number - 1} step", *turn, *(f"{board}:{role}" for role in turn)])
-    return {played, *(f"{number - 1} forfeit {role}" for role in turn)}
 
 
 class Service:
@@ -241,7 +224,7 @@ class Service:
 
     async def require_end(self) -> None:
         """Require that no process is left."""
-        await asyncio.to_thread(wait_until, lambda: not any(map(_runs, self._descendants)), 10, "the end of all processes")
+        await asyncio.to_thread(wait_until, lambda: not any(map(lives, self._descendants)), 10, "the end of all processes")
 
     def _start(self) -> None:
         self._child = Child("environments", self._command, self._log, self._variables, inherit_settings=False)
@@ -264,10 +247,3 @@ def _kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         pass
-
-
-def _runs(process: psutil.Process) -> Any:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

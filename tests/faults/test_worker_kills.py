@@ -107,7 +107,7 @@ async def test_task_that_crashes_its_host_is_dead_after_max_attempts_and_delays_
             poison = await client.rollout("poison 0")
             assert (poison.state, [attempt.reason for attempt in poison.attempts]) == (RolloutState.DEAD, [AttemptFailure.CRASH] * 3)
             whole = [await client.rollout(name) for name in states if name != poison.rollout_id]
-            assert {len(rollout.attempts) for rollout in whole} == {1}, "nobody else paid for it"
+            assert {len(rollout.attempts) for rollout in whole} == {1}, "no other rollout was tried again"
             # It was first in the queue; what ran on the other host ended meanwhile. A host is back so soon that few have the time.
             crashes = [attempt.ended_at or 0 for attempt in poison.attempts]
             assert any(min(crashes) < (rollout.attempts[0].ended_at or 0) < max(crashes) for rollout in whole)

@@ -101,8 +101,8 @@ def test_client_example_trains_with_shadowing_agent_modules(tmp_path: Path) -> N
         assert len(tests) in {1, 2}
         assert re.fullmatch(r"  test data after 8 groups: 4 rollouts \(4 succeeded\), mean reward \+\d\.\d{3}", tests[-1])
         assert on.modes() == {"train": 32, "validate": 4 * len(tests)}
-        asked = [chat["messages"][0]["content"] for chat in on.services.gateway.chats]
-        right = Counter(int(re.findall(r"\d+", question)[0]) < 50 for question in asked)
+        questions = [chat["messages"][0]["content"] for chat in on.services.gateway.chats]
+        right = Counter(int(re.findall(r"\d+", question)[0]) < 50 for question in questions)
         rewards = [event[1][semconv.EVALUATION_SCORE] for root in on.services.sink.named("rollout") for event in root.events]
         assert Counter(reward == 1.0 for reward in rewards) == right
         assert on.services.processes() == []

@@ -52,9 +52,9 @@ class Routes:
         self._requests += 1
         for route, url in self._urls.items():
             assert post(f"{url}/v1/{signal}", body(f"{route} {self._requests}"), content_type) == 200
-        asked = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}}"
+        statement = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}}"
         parameters = {"route": f"collector {self._requests}"}
-        wait_until(lambda: self._client.query(asked, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
+        wait_until(lambda: self._client.query(statement, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
         by_collector, direct = (self._read(signal, f"{route} {self._requests}") for route in ROUTES)
         return by_collector, direct
 
@@ -63,8 +63,8 @@ class Routes:
         # As text, so that the order of a map's keys counts too.
         without_route = {"ResourceAttributes": "mapFilter((k, v) -> k != 'route', ResourceAttributes)"}
         texts = ", ".join(f"toString({without_route.get(column, f'`{column}`')})" for column in columns)
-        asked = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}} ORDER BY tuple({texts})"
-        rows: Sequence[Sequence[str]] = self._client.query(asked, parameters={"route": route}).result_rows
+        statement = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}} ORDER BY tuple({texts})"
+        rows: Sequence[Sequence[str]] = self._client.query(statement, parameters={"route": route}).result_rows
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
 

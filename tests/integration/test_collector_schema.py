@@ -98,10 +98,10 @@ def understood(client: Client, statement: str) -> bool:
 
 @pytest.mark.parametrize("layout", [Layout(), Layout("prod"), SHARDED], ids=str)
 def test_schema_statements_of_every_layout_parse(client: Client, layout: Layout) -> None:
-    statements = [*preamble(layout), *(one for migration in read_migrations(SCHEMA) for one in migration.script(layout))]
-    definitions = [one for one in statements if not one.startswith("INSERT")]
+    statements = [*preamble(layout), *(statement for migration in read_migrations(SCHEMA) for statement in migration.script(layout))]
+    definitions = [statement for statement in statements if not statement.startswith("INSERT")]
     assert len(definitions) > 25
-    assert [one for one in definitions if not understood(client, one)] == []
+    assert [statement for statement in definitions if not understood(client, statement)] == []
 
 
 def test_schema_broken_statement_does_not_parse(client: Client) -> None:
@@ -296,7 +296,7 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
         "batches": ["bare 1", "conversation 1", "trained 1"],
         "policy_versions": ["one 1"],
     }
-    assert [one for one in expired if one.table not in {"trace_rollouts", "trace_keys"}] == [
+    assert [row for row in expired if row.table not in {"trace_rollouts", "trace_keys"}] == [
         Expired("rollout_spans", 6),
         Expired("attempts", 1),
         Expired("calls", 1),
@@ -315,8 +315,8 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
 
 
 def test_expire_covers_every_table_that_grows_with_spans() -> None:
-    statements = [one for migration in read_migrations(SCHEMA) for one in migration.script(Layout())]
-    tables = {one.split("(")[0].split(".")[1].strip() for one in statements if one.startswith("CREATE TABLE")}
+    statements = [statement for migration in read_migrations(SCHEMA) for statement in migration.script(Layout())]
+    tables = {statement.split("(")[0].split(".")[1].strip() for statement in statements if statement.startswith("CREATE TABLE")}
     kept = {"batches", "batch_files", "trained_calls", "trained_tokens", "datasets", "policy_versions"}
     assert tables - set(OLD) == kept
 

@@ -44,7 +44,7 @@ class FileRun:
             for name, value in inner.module.named_parameters():
                 whole = value.grad.full_tensor() if hasattr(value.grad, "full_tensor") else value.grad
                 self.gradients[name] = whole.detach().numpy().copy()
-            return float(np.sqrt(sum(float((one**2).sum()) for one in self.gradients.values())))
+            return float(np.sqrt(sum(float((gradient**2).sum()) for gradient in self.gradients.values())))
 
         inner.optimizer_step = look
 
@@ -77,7 +77,7 @@ def test_sft_loss_and_gradient_are_mean_over_trained_tokens(device: int, tiny_mo
 
     run = FileRun(tiny_model, "sft", trainer={"max_tokens_per_device": device})
     metrics = run.optimizer.step(EXAMPLES)
-    loss, gradients = by_hand(tiny_model, [one.sequences[0] for one in EXAMPLES], lambda logprobs: -torch.cat(logprobs).mean())
+    loss, gradients = by_hand(tiny_model, [example.sequences[0] for example in EXAMPLES], lambda logprobs: -torch.cat(logprobs).mean())
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
     assert metrics["tokens"] == 9
     agree(run.gradients, gradients)
@@ -92,7 +92,7 @@ def test_dpo_loss_and_gradient_match_paper(beta: float, smoothing: float, device
     run = FileRun(tiny_model, "dpo", beta=beta, label_smoothing=smoothing, trainer={"max_tokens_per_device": device})
     reference = np.array([-3.0, -9.5, -4.0, -2.5, -6.0, -1.0], np.float32)
     metrics = run.optimizer.step(PAIRS, reference)
-    sequences = [one for pair in PAIRS for one in pair.sequences]
+    sequences = [sequence for pair in PAIRS for sequence in pair.sequences]
     margins: list[float] = []
 
     def loss_of(logprobs: list[torch.Tensor]) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_dpo_loss_and_gradient_match_paper(beta: float, smoothing: float, device
     loss, gradients = by_hand(tiny_model, sequences, loss_of)
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["preference_margin"] == pytest.approx(np.mean(margins), abs=1e-5)
-    assert metrics["preference_accuracy"] == pytest.approx(np.mean([one > 0 for one in margins]))
+    assert metrics["preference_accuracy"] == pytest.approx(np.mean([margin > 0 for margin in margins]))
     assert 0 < metrics["preference_accuracy"] < 1
     assert metrics["chosen_reward"] - metrics["rejected_reward"] == pytest.approx(metrics["preference_margin"], abs=1e-5)
     agree(run.gradients, gradients)
@@ -140,7 +140,7 @@ def test_finetune_no_op_rows_change_no_gradient(method: Any, tiny_model: Path, m
     ranks.optimizer._workers._rank._models["policy"].engine.get_data_parallel_size = lambda: 4
     monkeypatch.setattr(LocalWorkers, "size", 4)
     assert len(ranks.optimizer._rows(examples, reference)["input_ids"].offsets()) - 1 == (4 if method == "sft" else 8)
-    metrics = [one.optimizer.step(examples, reference) for one in (alone, ranks)]
+    metrics = [run.optimizer.step(examples, reference) for run in (alone, ranks)]
     assert metrics[1]["loss"] == pytest.approx(4 * metrics[0]["loss"], rel=1e-6)
     agree({name: value / 4 for name, value in ranks.gradients.items()}, alone.gradients)
 
@@ -196,7 +196,7 @@ def test_finetune_lora_trains_adapters_only_and_merges(tiny_model: Path, tmp_pat
     with pytest.raises(StoppedError):
         finetune(chosen, "sft", [file], observer=Breaker(3))
     last = finetuned(chosen, file).versions[-1]
-    before, after = (load_file(Path(one) / "model.safetensors") for one in (tiny_model, last.policy_version.path))
+    before, after = (load_file(Path(directory) / "model.safetensors") for directory in (tiny_model, last.policy_version.path))
     changed = {name for name in before if not np.array_equal(before[name], after[name])}
     assert before.keys() == after.keys()
     assert changed
@@ -262,20 +262,20 @@ def test_finetune_examples_are_equal_for_all_export_formats(traces: Traces, tmp_
     for form in ("sft-tokens", "parquet", "huggingface", "sft", "verl-sft"):
         sources = find_sources([traces.export(form, tmp_path / form, min_return=0.5)])
         by_form[form] = read_examples(sources, "sft", Renderer(traces.model), limits, FinetuneSettings(held_out=0.1))
-    assert len({digest_of([*one.trained, *one.held_out]) for one in by_form.values()}) == 1
-    assert {form: (one.with_ids, one.rendered) for form, one in by_form.items()} == {
+    assert len({digest_of([*examples.trained, *examples.held_out]) for examples in by_form.values()}) == 1
+    assert {form: (examples.with_ids, examples.rendered) for form, examples in by_form.items()} == {
         **dict.fromkeys(("sft-tokens", "parquet", "huggingface"), (40, 0)),
         **dict.fromkeys(("sft", "verl-sft"), (0, 40)),
     }
-    origins = [[one.origins for one in examples.trained] for examples in by_form.values()]
-    assert all(one == origins[0] for one in origins), "each names the rollouts, their specification and revision"
+    origins = [[example.origins for example in examples.trained] for examples in by_form.values()]
+    assert all(origin == origins[0] for origin in origins), "each names the rollouts, their specification and revision"
 
 
 def test_finetune_dpo_on_exported_preferences_raises_margin(traces: Traces, tmp_path: Path):
     file = traces.export("preferences", tmp_path / "pairs.jsonl")
     done = finetuned(run_settings(traces, tmp_path / "dpo", epochs=6, learning_rate=2e-3), file, method="dpo")
     assert (len(done.plan.examples.trained), done.plan.examples.with_ids) == (36, 40)
-    metrics = [one.metrics for one in done.versions]
+    metrics = [version.metrics for version in done.versions]
     assert metrics[0]["held_out_loss_before"] == pytest.approx(np.log(2), abs=1e-6)
     assert metrics[0]["held_out_preference_margin"] < metrics[-1]["held_out_preference_margin"]
     assert metrics[-1]["held_out_preference_margin"] > 0.5
@@ -295,8 +295,8 @@ def test_lineage_of_finetuned_version_names_file_and_spans(traces: Traces, tmp_p
     (source,) = find_sources([file])
     assert first.files == [lineage.TrainedFile("sft", 5, 5, "best.jsonl", source.checksum, file.stat().st_size, 40)]
     assert first.batch_rollouts is not None
-    assert [(one.rollout, one.group) for one in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
-    assert {len(one.spans) for one in first.batch_rollouts} == {1}
+    assert [(rollout.rollout, rollout.group) for rollout in first.batch_rollouts][:2] == [("good-0", "g0"), ("good-1", "g1")]
+    assert {len(rollout.spans) for rollout in first.batch_rollouts} == {1}
     assert len(first.batch_rollouts) == 40
     text = version_text(version_lineage)
     origin = "sft on files, step 5 of 5, from 40 groups, 40 rollouts of run finetune-traces (train)"
@@ -304,7 +304,7 @@ def test_lineage_of_finetuned_version_names_file_and_spans(traces: Traces, tmp_p
     assert text[2] == f"  file best.jsonl, sha256 {source.checksum}, {file.stat().st_size} bytes: 40 examples"
     span = first.batch_rollouts[0].spans[0]
     back = lineage.of_span(traces.world.client, span.trace, span.span)
-    assert version.version in [one.version for one in back.versions]
+    assert version.version in [earlier.version for earlier in back.versions]
 
 
 def test_train_after_finetune_continues_and_skips_its_groups(store: StoreSettings, tiny_model: Path, tmp_path: Path):
@@ -317,7 +317,7 @@ def test_train_after_finetune_continues_and_skips_its_groups(store: StoreSetting
     world = Built(chosen, tiny_model)
     world.group("g", [1.0, 0.0])
     about = {"run": "finetuned-run", "mode": "train", "group": "g", "rollout": "g-0", "attempt": 0, "build_spec": SPEC, "revision": 0}
-    rows = [{"messages": one["messages"], "meta": about} for one in replies(1)]
+    rows = [{"messages": reply["messages"], "meta": about} for reply in replies(1)]
     finetuned(chosen, write_rows(tmp_path / "rows.jsonl", rows))
     train(chosen, follow=False)
     ledger = Ledger(chosen.trainer.directory, "policy", "finetuned-run")
@@ -325,7 +325,7 @@ def test_train_after_finetune_continues_and_skips_its_groups(store: StoreSetting
     asked = chosen.model_copy(update={"trainer": changed(chosen.trainer, {"retrain_finetuned": True})})
     train(asked, follow=False)
     newest = ledger.version(2).policy_version
-    assert (newest.parent, [one.rollout_id for one in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])
+    assert (newest.parent, [rollout.rollout_id for rollout in ledger.batch(newest.batch_id or "")]) == (1, ["g-0", "g-1"])
     train(asked, follow=False)
     assert ledger.committed_versions() == [0, 1, 2], "once"
     kinds = "SELECT Version, RolloutId FROM spangrad.batches WHERE Branch = %(run)s ORDER BY Version, RolloutId"

@@ -20,8 +20,9 @@ from spangrad.errors import TrainerError
 from spangrad.processes import Child, free_ports, wait_until
 from spangrad.settings import StoreSettings
 from tests.support.policies import changed, sampled_rows, trainer_settings
-from tests.support.trainer_commands import LIMIT_SECONDS, STEPS, TrainerCommands, lives, loaded, with_groups
+from tests.support.trainer_commands import LIMIT_SECONDS, STEPS, TrainerCommands, loaded, with_groups
 from tests.support.trainers import written
+from tests.support.worker_kills import lives
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.distributed.cluster import Cluster

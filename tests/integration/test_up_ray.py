@@ -27,6 +27,7 @@ from spangrad.supervisor.ray_services import RayCluster
 from spangrad.supervisor.run_directory import status_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.servers import service_addresses
+from tests.support.worker_kills import lives
 
 HOME, OTHER = "127.0.0.2", "127.0.0.3"
 """Addresses of the nodes: not loopback's usual one, so that it takes tokens to bind them; what goes there stays on this machine."""
@@ -132,13 +133,6 @@ def start(directory: Path, code: str, *words: str, env: dict[str, str] | None = 
         command = [sys.executable, "-P", "-c", code, *words]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         return Run(directory / "up", subprocess.Popen(command, cwd=directory, env=environment, stdout=out, stderr=subprocess.STDOUT))
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def until(reached: Callable[[], bool], run: Run, seconds: float = 60) -> None:

@@ -42,23 +42,8 @@ with trace.get_tracer("agent").start_as_current_span("agent"):
             environment.send(json.dumps(message))
             print(json.loads(environment.recv())["data"]["done"])
 """
-OWN_HEADER = f"""
-import asyncio, json, sys
-from opentelemetry import trace
-from websockets.asyncio.client import connect
-from websockets.datastructures import Headers
-
-own = Headers([("Traceparent", "00-{"1" * 32}-{"2" * 16}-01"), ("X-Own", "one"), ("X-Own", "two")])
-
-async def play():
-    async with connect(sys.argv[1], additional_headers=own) as environment:
-        for message in ({{"type": "reset", "data": {{"secret": 5}}}}, {{"type": "step", "data": {{"text": "5"}}}}):
-            await environment.send(json.dumps(message))
-            print(json.loads(await environment.recv())["data"]["done"])
-
-with trace.get_tracer("agent").start_as_current_span("agent"):
-    asyncio.run(play())
-"""
+OWN_HEADERS = 'Headers([("Traceparent", "00-' + "1" * 32 + "-" + "2" * 16 + '-01"), ("X-Own", "one"), ("X-Own", "two")])'
+OWN_TRACE = "from websockets.datastructures import Headers\n" + ASYNC.replace('{"X-Own": "kept"}', OWN_HEADERS)
 
 
 async def played(program: str, directory: Path, endpoint: str) -> None:
@@ -92,6 +77,6 @@ async def test_websocket_of_an_agent_carries_its_trace_context(tmp_path: Path, p
 
 async def test_websocket_of_an_agent_keeps_its_own_headers(tmp_path: Path) -> None:
     with OtlpSink() as sink:
-        await played(OWN_HEADER, tmp_path, sink.url)
+        await played(OWN_TRACE, tmp_path, sink.url)
         traces = {span.name: span.trace_id for span in sink.spans}
     assert traces == {"agent": TRACE_ID, "reset": "1" * 32, "execute_tool step": "1" * 32}

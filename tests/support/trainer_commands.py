@@ -24,6 +24,7 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.types import VersionStatus
 from tests.support.built_rollouts import BuiltRollouts
 from tests.support.policies import trainer_key, trainer_settings
+from tests.support.worker_kills import lives
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.publish import checkpoint
@@ -139,14 +140,6 @@ def loaded(service: TrainerCommands, branch: str) -> Generator[tuple[subprocess.
         trainer.wait()
     # Ray's own agents notice the death of a cluster that could not say goodbye after a minute or two.
     wait_until(lambda: not any(lives(process) for process in family), LIMIT_SECONDS, "the end of every process of the trainer's")
-
-
-def lives(process: psutil.Process) -> bool:
-    """Return whether a process runs; a killed one that is still a zombie does not."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def distance(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import psutil
+
 from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutState
 from spangrad import semconv
@@ -79,3 +81,11 @@ class Victims:
 
     def _serve(self) -> Child:
         return queue_process(self._settings, self._services.directory / "queue.log")
+
+
+def lives(process: psutil.Process) -> bool:
+    """Return whether a process runs; a killed one that is still a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
