@@ -28,10 +28,10 @@ import numpy as np
 from benchmarks.meter import machine_cpu
 from benchmarks.sandbox_worker import LIMITS
 from benchmarks.scratch import exit_code, scratch
-from runner.sandboxes.engines import SandboxEngine, choose, scratch_directory
+from runner.sandboxes.engines import SandboxEngine, choose, scratch_directory, with_supervisor
 from runner.sandboxes.landlock import remove_left_behind
 from runner.sandboxes.policy import SandboxPolicy
-from runner.sandboxes.sandbox import start, with_supervisor
+from runner.sandboxes.sandbox import start
 from runner.tools.toolbox import open_toolbox
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung

@@ -28,9 +28,9 @@ from examples.code_repair.repository import (
     repository_of,
 )
 from examples.learning.example import Question, Questions
-from runner.sandboxes.engines import SandboxEngine
+from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
-from runner.sandboxes.sandbox import open_sandbox, prepare
+from runner.sandboxes.sandbox import open_sandbox
 
 ASKED = 128
 """Held-out repositories."""

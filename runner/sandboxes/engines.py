@@ -9,13 +9,14 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from runner.sandboxes import bubblewrap, landlock
+from runner.sandboxes import bubblewrap, landlock, supervisor
 from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import RemoteServer, SandboxPolicy, require_narrow
+from runner.sandboxes.policy import RemoteServer, SandboxPolicy, inner_interpreter, interpreter_paths, require_narrow
+from runner.sandboxes.remote import require_expressible
 from runner.sandboxes.seccomp import write_filter
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung
@@ -52,6 +53,32 @@ def scratch_directory() -> Path:
         raise SandboxError(f"{path} belongs to another user, who could change what sandboxes do. Remove it, or set TMPDIR.")
     path.chmod(0o711)  # whatever the umask is
     return path
+
+
+def prepare(
+    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
+) -> SandboxEngine:
+    """Return the engine that fits, after a program has run in it: many sandboxes of a policy are then started without another look.
+
+    Raises:
+        SandboxError: none works here, or a remote one cannot keep the policy.
+    """
+    if engine is SandboxRung.REMOTE:
+        require_narrow(policy)  # the directory is uploaded
+        server = require_expressible(policy)
+        return SandboxEngine(engine, (), f"{server.url} is its server", directory=policy.directory, remote=server)
+    return choose(with_supervisor(policy), engine, least)
+
+
+def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
+    """Return a policy by which the supervisor can run as well.
+
+    Raises:
+        SandboxError: the image has no interpreter.
+    """
+    interpreter = inner_interpreter(policy.image)
+    paths = interpreter_paths(interpreter) if policy.image is None else ()
+    return replace(policy, readable=(*policy.readable, *paths, Path(supervisor.__file__)))
 
 
 def choose(

@@ -1,12 +1,12 @@
 """Program in a bubblewrap sandbox that becomes the agent's: opens the listeners of services, hands them to the relay outside, and goes.
 
 In: `STARTED CONTROL PORTS COMMAND...`: the name of the variable that names a file's descriptor, an inherited socket, ports with commas, and
-the command that it becomes. It imports the standard library alone and runs isolated. Invariant: the listeners take connections before the
-command begins; the file holds `1` only if it has begun; the command inherits nothing of all this.
+the command that it becomes. It runs isolated and, as the supervisor, imports nothing that is written in Python. Invariant: the listeners
+take connections before the command begins; the file holds `1` only if it has begun; the command inherits nothing of all this.
 """
 
+import _socket
 import os
-import socket
 import sys
 
 _BACKLOG = 128
@@ -16,9 +16,10 @@ def main() -> None:
     """Hand over the listeners, then become the command."""
     variable, control, ports, command = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     started = int(os.environ.pop(variable, -1))
-    with socket.socket(fileno=control) as relay:
-        if ports:
-            _hand_over(relay, ports)
+    relay = _socket.socket(fileno=control)
+    if ports:
+        _hand_over(relay, ports)
+    relay.close()
     try:
         if started >= 0:
             os.set_inheritable(started, False)
@@ -30,15 +31,16 @@ def main() -> None:
         sys.exit(f"{command[0]}: {error.strerror}")
 
 
-def _hand_over(relay: socket.socket, ports: str) -> None:
-    listeners: list[socket.socket] = []
+def _hand_over(relay: _socket.socket, ports: str) -> None:
+    listeners: list[_socket.socket] = []
     for port in ports.split(","):
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        listener.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", int(port)))
         listener.listen(_BACKLOG)
         listeners.append(listener)
-    socket.send_fds(relay, [ports.encode()], [listener.fileno() for listener in listeners])
+    rights = b"".join(listener.fileno().to_bytes(4, sys.byteorder) for listener in listeners)
+    relay.sendmsg([ports.encode()], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 
 
 if __name__ == "__main__":

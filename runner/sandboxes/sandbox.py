@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import itertools
-import json
 import os
 import signal
 import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from runner.sandboxes import supervisor
-from runner.sandboxes.engines import SandboxEngine, choose
+from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import SandboxPolicy, inner_interpreter, interpreter_paths, require_narrow
+from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
-from runner.sandboxes.remote import RemoteSandbox, require_expressible
+from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.processes import die_with_parent, kill_group
 from spangrad.types import SandboxRung
@@ -34,7 +31,8 @@ _START_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
 _DRAIN_SECONDS = 0.2
 """Time for which outputs are read after a program has ended, in seconds: processes that it left behind may hold them open."""
-_MESSAGE_BYTES = 2**18
+_OF_PLACES = ("open", "write", "connect")
+"""Requests whose first argument is the path or port that an error names."""
 
 
 class SandboxProcess:
@@ -50,7 +48,7 @@ class SandboxProcess:
 
     async def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the program and to what it has started in its session."""
-        await self._sandbox.ask("kill", process=self._pid, signal=int(number))
+        await self._sandbox.ask("kill", self._pid, int(number))
 
     def close_stdin(self) -> None:
         """Close its input; idempotent."""
@@ -78,7 +76,7 @@ class Sandbox:
         self.process = process
         self._control = control
         self._ids = itertools.count()
-        self._answers: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]] = {}
+        self._answers: dict[int, asyncio.Future[tuple[list[str], list[int]]]] = {}
         self._ends: dict[int, asyncio.Future[int]] = {}
         self._servers: list[asyncio.Task[None]] = []
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +85,7 @@ class Sandbox:
 
     def _receive(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 8)
+            data, descriptors, _, _ = socket.recv_fds(self._control, supervisor.MESSAGE_BYTES, 8)
         except BlockingIOError:
             return
         except OSError:
@@ -95,14 +93,15 @@ class Sandbox:
         if not data:
             self._fail()
             return
-        message = json.loads(data)
-        if "ended" in message:
-            self.expect_end(message["ended"]).set_result(message["code"])
-        elif "ready" in message:
-            self.home = message["home"]
+        kind, *fields = (field.decode(errors="surrogateescape") for field in data.split(supervisor.SEPARATOR))
+        if kind == "ended":
+            process, code = map(int, fields)
+            self.expect_end(process).set_result(code)
+        elif kind == "ready":
+            (self.home,) = fields
             self.ready.set_result(None)
-        elif (answer := self._answers.pop(message["id"], None)) is not None and not answer.done():
-            answer.set_result((message, descriptors))
+        elif (answer := self._answers.pop(int(kind), None)) is not None and not answer.done():
+            answer.set_result((fields, descriptors))
         else:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -125,24 +124,51 @@ class Sandbox:
         """Drop the exit code of a program: another one may get its process id."""
         self._ends.pop(pid, None)
 
-    async def ask(self, do: str, descriptors: Sequence[int] = (), **values: object) -> tuple[dict[str, Any], list[int]]:
-        """Send a request to the supervisor, and return its answer with the descriptors that it opened.
+    async def ask(self, do: str, *arguments: object, descriptors: Sequence[int] = ()) -> tuple[str, list[int]]:
+        """Send a request to the supervisor, and return the value of its answer with the descriptors that it opened.
 
         Raises:
-            SandboxRequestError: the sandbox has ended, or the request failed inside.
+            SandboxRequestError: the sandbox has ended, the request cannot be sent, or it failed inside.
         """
         number = next(self._ids)
+        request = _message(number, do, arguments)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            socket.send_fds(self._control, [json.dumps({"id": number, "do": do, **values}).encode()], descriptors)
+            socket.send_fds(self._control, [request], descriptors)
         except OSError as error:
             self._answers.pop(number, None)
             raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
-        message, opened = await answer
-        if "error" in message:
-            place = values.get("path") or values.get("port") or "program"
-            raise SandboxRequestError(f"{do} in the sandbox: {message['error']} ({place}).", message.get("errno"))
-        return message, opened
+        (state, value, *reason), opened = await answer
+        if state == "error":
+            place = arguments[0] if do in _OF_PLACES else "program"
+            raise SandboxRequestError(f"{do} in the sandbox: {reason[0]} ({place}).", int(value))
+        return value, opened
+
+    async def start_program(
+        self,
+        command: Sequence[str],
+        descriptors: Sequence[int],
+        *,
+        environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
+        terminal: bool = False,
+    ) -> int:
+        """Start a program with these descriptors as its first ones, and return its process inside.
+
+        Args:
+            command: program and arguments, looked up inside.
+            descriptors: of this process, which may close them afterwards.
+            environment: added to the sandbox's own.
+            directory: working directory inside. None: that of the policy.
+            terminal: True if the second descriptor becomes its terminal.
+
+        Raises:
+            SandboxRequestError: it cannot be started.
+        """
+        variables = [f"{name}={value}" for name, value in (environment or {}).items()]
+        arguments = ["terminal" if terminal else "", directory or "", len(command), *command, *variables]
+        process, _ = await self.ask("start", *arguments, descriptors=descriptors)
+        return int(process)
 
     async def open_process(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, directory: str | None = None
@@ -161,10 +187,7 @@ class Sandbox:
         outer_out, inner_out = os.pipe()
         outer_err, inner_err = os.pipe()
         try:
-            message, _ = await self.ask(
-                "start", [inner_in, inner_out, inner_err],
-                command=list(command), environment=dict(environment or {}), directory=directory,
-            )  # fmt: skip
+            process = await self.start_program(command, [inner_in, inner_out, inner_err], environment=environment, directory=directory)
         except BaseException:
             for descriptor in (outer_in, outer_out, outer_err):
                 os.close(descriptor)
@@ -172,7 +195,7 @@ class Sandbox:
         finally:
             for descriptor in (inner_in, inner_out, inner_err):
                 os.close(descriptor)
-        return SandboxProcess(self, message["process"], outer_in, outer_out, outer_err)
+        return SandboxProcess(self, process, outer_in, outer_out, outer_err)
 
     async def run(
         self,
@@ -229,7 +252,7 @@ class Sandbox:
         Raises:
             SandboxRequestError: it cannot be opened.
         """
-        _, (descriptor,) = await self.ask("open", path=path)
+        _, (descriptor,) = await self.ask("open", path)
         with os.fdopen(descriptor, "rb") as file:
             return await asyncio.to_thread(file.read, most_bytes)
 
@@ -242,7 +265,7 @@ class Sandbox:
         with os.fdopen(os.memfd_create("content"), "wb") as file:
             file.write(content)
             file.seek(0)
-            await self.ask("write", [file.fileno()], path=path)
+            await self.ask("write", path, descriptors=[file.fileno()])
 
     async def expose(self, port: int) -> str:
         """Serve a port of the sandbox's loopback on this machine's, until the sandbox is stopped; return the address there.
@@ -268,7 +291,7 @@ class Sandbox:
     async def _connect(self, connection: socket.socket, port: int) -> None:
         with connection:
             try:
-                _, (descriptor,) = await self.ask("connect", port=port)
+                _, (descriptor,) = await self.ask("connect", port)
             except SandboxRequestError:
                 return  # no program listens there: the connection is closed
             with socket.socket(fileno=descriptor) as inner:
@@ -317,21 +340,6 @@ async def open_sandbox(
         await sandbox.stop()
 
 
-def prepare(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
-) -> SandboxEngine:
-    """Return the engine that fits, after a program has run in it: many sandboxes of a policy are then started without another look.
-
-    Raises:
-        SandboxError: none works here, or a remote one cannot keep the policy.
-    """
-    if engine is SandboxRung.REMOTE:
-        require_narrow(policy)  # the directory is uploaded
-        server = require_expressible(policy)
-        return SandboxEngine(engine, (), f"{server.url} is its server", directory=policy.directory, remote=server)
-    return choose(with_supervisor(policy), engine, least)
-
-
 async def start(engine: SandboxEngine) -> Sandbox:
     """Start a sandbox of this machine by an engine that `prepare` returned; the caller stops it.
 
@@ -367,15 +375,17 @@ async def _started(engine: SandboxEngine) -> Sandbox:
     return sandbox
 
 
-def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
-    """Return a policy by which the supervisor can run as well.
-
-    Raises:
-        SandboxError: the image has no interpreter.
-    """
-    interpreter = inner_interpreter(policy.image)
-    paths = interpreter_paths(interpreter) if policy.image is None else ()
-    return replace(policy, readable=(*policy.readable, *paths, Path(supervisor.__file__)))
+def _message(number: int, do: str, arguments: Sequence[object]) -> bytes:
+    """Return a request as the supervisor reads it."""
+    fields = [str(field) for field in (number, do, *arguments)]
+    for field in fields:
+        if "\0" in field or any("\ud800" <= character < "\udc80" or "\udcff" < character <= "\udfff" for character in field):
+            raise SandboxRequestError(f"{do} in the sandbox: {field[:100]!r} has a character that no path, word or variable can have.")
+    message = supervisor.SEPARATOR.join(field.encode(errors="surrogateescape") for field in fields)
+    if len(message) > supervisor.MESSAGE_BYTES:
+        most = f"{supervisor.MESSAGE_BYTES:,}"
+        raise SandboxRequestError(f"{do} in the sandbox: a request has {len(message):,} bytes, at most {most}. Write long words to a file.")
+    return message
 
 
 def _environment(image: UnpackedImage | None) -> dict[str, str]:

@@ -1,143 +1,160 @@
 """Program that stays in a sandbox and acts there for the process outside: starts and ends programs, opens files, connects to ports.
 
-In: requests on an inherited socket, a JSON object a message, `{"id", "do", ...}` with the descriptors that it needs. Out: an answer for
-each, `{"id"}` with `error` and `errno` or with the descriptor that was opened, and `{"ended": process, "code"}` when a program has ended.
-It imports the standard library alone and runs isolated. Invariant: paths of requests are looked up inside, so a link leads nowhere else;
-contents go through descriptors, never through messages.
+In: requests on an inherited socket, a message each: a number, what to do, and its arguments, with the descriptors that it needs. Out: an
+answer for each, the number with `ok` and a value, or with `error`, its errno and its text, and with the descriptor that was opened;
+`ended`, a process and its exit code when a program has ended. Invariant: paths of requests are looked up inside, so a link leads nowhere
+else; contents go through descriptors, never through messages.
+
+Each sandbox starts it: it imports nothing that is written in Python, since json, socket, selectors and typing would take twice the time of
+all the rest. `_socket` is the module behind socket.
 """
 
+import _socket
 import fcntl
-import json
 import os
-import selectors
-import socket
+import select
 import stat
 import sys
 import termios
-from typing import Any
 
-_MESSAGE_BYTES, _MOST_DESCRIPTORS = 2**18, 8
+MESSAGE_BYTES = 3 * 2**16
+"""Longest message; a socket takes 200 kB by default."""
+SEPARATOR = b"\0"
+"""Byte between the fields of a message: no path, word of a command or variable can hold it."""
+_MOST_DESCRIPTORS = 8
 _CHUNK_BYTES = 2**20
 
 
 class SandboxSupervisor:
     """Answers requests until the other end of its socket is closed."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: _socket.socket) -> None:
         self._control = control
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ)
+        self._poll = select.poll()
+        self._poll.register(control.fileno(), select.POLLIN)
         self._programs: dict[int, int] = {}
-        """Descriptors that become readable when a program ends, by its process."""
+        """Processes of programs, by the descriptor that becomes readable when one ends."""
 
     def serve(self) -> None:
         """Answer requests; when there are no more, this process ends, and the sandbox with it."""
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is not self._control:
-                    self._end(key.data)
+            for descriptor, _ in self._poll.poll():
+                if descriptor in self._programs:
+                    self._end(descriptor)
                 elif not self._answer():
                     return
 
     def _answer(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
+        data, ancillary, _, _ = self._control.recvmsg(MESSAGE_BYTES, _socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS))
         if not data:
             return False
-        request = json.loads(data)
+        descriptors = [descriptor for _, _, rights in ancillary for descriptor in memoryview(rights).cast("i")]
+        number, do, *arguments = data.split(SEPARATOR)
         opened: list[int] = []
         try:
-            answer = getattr(self, "do_" + request["do"])(request, descriptors, opened)
+            answer = b"ok", getattr(self, "do_" + do.decode())(arguments, descriptors, opened)
         except OSError as error:
-            answer = {"error": error.strerror or str(error), "errno": error.errno}
+            answer = b"error", b"%d" % (error.errno or 0), os.fsencode(error.strerror or str(error))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        socket.send_fds(self._control, [json.dumps({"id": request["id"], **answer}).encode()], opened)
+        rights = b"".join(descriptor.to_bytes(4, sys.byteorder) for descriptor in opened)
+        self._send(number, *answer, rights=rights)
         for descriptor in opened:
             os.close(descriptor)
         return True
 
-    def do_start(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
-        """Start a program in a session of its own, with the descriptors as its first ones; `terminal`: its output is its terminal."""
+    def _send(self, *fields: bytes, rights: bytes = b"") -> None:
+        self._control.sendmsg([SEPARATOR.join(fields)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)] if rights else [])
+
+    def do_start(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
+        """Start a program in a session of its own, with the descriptors as its first ones, and return its process.
+
+        Arguments: `terminal` where its output is its terminal, its directory or nothing, the number of its words, words, variables.
+        """
         del opened
+        terminal, directory, count, *rest = arguments
+        words, variables = rest[: int(count)], rest[int(count) :]
         read_end, write_end = os.pipe()  # closed by exec: whatever comes before it is the reason for which it failed
         if not (pid := os.fork()):
             try:
                 os.setsid()
-                if request.get("terminal"):
+                if terminal:
                     fcntl.ioctl(descriptors[1], termios.TIOCSCTTY, 0)
                 for number, descriptor in enumerate(descriptors):
                     os.dup2(descriptor, number)
-                if request["directory"] is not None:
-                    os.chdir(request["directory"])
-                command = request["command"]
-                os.execvpe(command[0], command, {**os.environ, **request["environment"]})
+                if directory:
+                    os.chdir(directory)
+                added = {name: value for name, _, value in (variable.partition(b"=") for variable in variables)}
+                os.execvpe(words[0], words, {**os.environb, **added})
             except OSError as error:
-                os.write(write_end, (error.strerror or str(error)).encode())
+                os.write(write_end, b"%d " % (error.errno or 0) + os.fsencode(error.strerror or str(error)))
             os._exit(127)
         os.close(write_end)
-        reason = os.read(read_end, 4096).decode()
+        number, _, reason = os.read(read_end, 4096).partition(b" ")
         os.close(read_end)
         if reason:
             os.waitpid(pid, 0)
-            return {"error": f"{request['command'][0]}: {reason}"}
-        self._programs[pid] = os.pidfd_open(pid)
-        self._selector.register(self._programs[pid], selectors.EVENT_READ, pid)
-        return {"process": pid}
+            raise OSError(int(number), os.fsdecode(words[0] + b": " + reason))
+        descriptor = os.pidfd_open(pid)
+        self._programs[descriptor] = pid
+        self._poll.register(descriptor, select.POLLIN)
+        return b"%d" % pid
 
-    def do_kill(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
-        """Send a signal to a program's session."""
+    def do_kill(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
+        """Send a signal to a program's session: its process, the signal's number."""
         del descriptors, opened
-        if request["process"] in self._programs:
+        process, signal = map(int, arguments)
+        if process in self._programs.values():
             try:
-                os.killpg(request["process"], request["signal"])
+                os.killpg(process, signal)
             except ProcessLookupError:
                 pass  # it has ended, and will be reported
-        return {}
+        return b""
 
-    def do_open(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
-        """Open a regular file to read."""
+    def do_open(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
+        """Open a regular file to read: its path."""
         del descriptors
-        descriptor = os.open(request["path"], os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = os.open(arguments[0], os.O_RDONLY | os.O_NONBLOCK)
         opened.append(descriptor)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(opened.pop())
-            return {"error": "it is no regular file"}
-        return {}
+            raise OSError("it is no regular file")
+        return b""
 
-    def do_write(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
-        """Write the content of a descriptor to a file, in directories that are created as they are needed."""
+    def do_write(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
+        """Write the content of a descriptor to a file, its path, in directories that are created as they are needed."""
         del opened
-        path = request["path"]
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)  # noqa: PTH103, PTH120  # pathlib takes long to import
+        (path,) = arguments
+        os.makedirs(os.path.dirname(path) or b".", exist_ok=True)  # noqa: PTH103, PTH120  # pathlib takes long to import
         with open(path, "wb") as file:  # noqa: PTH123
             while data := os.read(descriptors[0], _CHUNK_BYTES):
                 file.write(data)
-        return {}
+        return b""
 
-    def do_connect(self, request: dict[str, Any], descriptors: list[int], opened: list[int]) -> dict[str, Any]:
+    def do_connect(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
         """Connect to a port of the sandbox's loopback."""
         del descriptors
-        with socket.create_connection(("127.0.0.1", request["port"])) as connection:
-            opened.append(os.dup(connection.fileno()))
-        return {}
+        connection = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+        connection.connect(("127.0.0.1", int(arguments[0])))
+        opened.append(connection.detach())
+        return b""
 
-    def _end(self, pid: int) -> None:
+    def _end(self, descriptor: int) -> None:
         """Report a program that has ended."""
-        descriptor = self._programs.pop(pid)
-        self._selector.unregister(descriptor)
+        pid = self._programs.pop(descriptor)
+        self._poll.unregister(descriptor)
         os.close(descriptor)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self._control.send(json.dumps({"ended": pid, "code": code}).encode())
+        self._send(b"ended", b"%d" % pid, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def main() -> None:
     """Serve the socket whose descriptor is the argument."""
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as control:
-        control.send(json.dumps({"ready": True, "home": os.environ["HOME"]}).encode())
-        SandboxSupervisor(control).serve()
+    control = _socket.socket(fileno=descriptor)
+    control.send(SEPARATOR.join((b"ready", os.environb[b"HOME"])))
+    SandboxSupervisor(control).serve()
 
 
 if __name__ == "__main__":

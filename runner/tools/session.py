@@ -275,21 +275,19 @@ class ToolSession:
         for descriptor in (self._terminal, self._actions, self._statuses):
             os.set_blocking(descriptor, False)
         try:
-            request: dict[str, object] = {"command": list(self._command), "environment": _ENVIRONMENT, "directory": None, "terminal": True}
-            message, _ = await self._sandbox.ask("start", inner, **request)
+            self._pid = await self._sandbox.start_program(self._command, inner, environment=_ENVIRONMENT, terminal=True)
         except BaseException:
             self._close()
             raise
         finally:
             for descriptor in {*inner}:
                 os.close(descriptor)
-        self._pid = message["process"]
         self._ended = self._sandbox.expect_end(self._pid)
 
     async def _end(self) -> None:
         self._close()
         try:
-            await self._sandbox.ask("kill", process=self._pid, signal=int(signal.SIGKILL))
+            await self._sandbox.ask("kill", self._pid, int(signal.SIGKILL))
             await self._ended
         except SandboxRequestError:
             pass  # the sandbox has ended, and the program with it

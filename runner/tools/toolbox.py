@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from opentelemetry import trace
 
-from runner.sandboxes.engines import SandboxEngine
+from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
 from runner.sandboxes.remote import RemoteSandbox
-from runner.sandboxes.sandbox import OpenSandbox, open_sandbox, prepare
+from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from runner.swe_rex.remote_shell import RemoteShell
 from runner.tools import interpreter
 from runner.tools.action_spans import ActionSpans

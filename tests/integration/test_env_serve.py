@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import AsyncGenerator
@@ -372,3 +373,28 @@ def test_env_serve_answers_openenvs_own_client(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, "ok"), done.stderr
     finally:
         child.stop()
+
+
+OWN_EPISODE = """
+import json
+import gymnasium
+
+environment = gymnasium.make("CartPole-v1")
+results = [[environment.reset(seed=7)[0].tolist(), None, False]]
+while not results[-1][2]:
+    observation, reward, terminated, truncated, _ = environment.step(len(results) % 3 % 2)
+    results.append([observation.tolist(), reward, terminated or truncated])
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+async def test_env_serve_gives_the_results_of_gymnasiums_own_environment() -> None:
+    programs = await asyncio.to_thread(peer_environment, "openenv")
+    (site,) = (programs.parent / "lib").glob("*/site-packages")
+    done = await asyncio.to_thread(subprocess.run, [programs / "python", "-c", OWN_EPISODE], capture_output=True, text=True, check=True)
+    expected, peers = json.loads(done.stdout), {"PYTHONPATH": str(site)}
+    async with served("gymnasium:CartPole-v1", variables=peers) as (client, _), client.ws_connect("/ws") as connection:
+        results = [await ask(connection, "reset", {"task": {"seed": 7}})]
+        results += [await ask(connection, "step", {"value": number % 3 % 2}) for number in range(1, len(expected))]
+    assert [[*result["observation"].values(), result["reward"], result["done"]] for result in results] == expected

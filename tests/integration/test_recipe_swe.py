@@ -15,7 +15,7 @@ from recipes.recipe import Prepared
 from recipes.swe import agent as repairing
 from recipes.swe.data import RECIPE, evaluate, names
 from recipes.swe.workspace import policy_of
-from runner.sandboxes.sandbox import prepare
+from runner.sandboxes.engines import prepare
 from spangrad.errors import AgentError, SandboxError
 from tests.support.word_policy import WordPolicy
 

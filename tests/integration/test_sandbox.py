@@ -77,6 +77,18 @@ async def test_read_and_write_files_stay_inside(sandbox: Sandbox, directory: Pat
         await sandbox.write(str(directory / "file"), b"x")
 
 
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
+async def test_requests_that_cannot_be_sent_are_refused_and_the_sandbox_stays(sandbox: Sandbox, text: str) -> None:
+    for request in (sandbox.run(["echo", text]), sandbox.read(f"/tmp/{text}"), sandbox.write(f"/tmp/{text}", b"")):
+        with pytest.raises(SandboxError, match="has a character that no path"):
+            await request
+    with pytest.raises(SandboxError, match="Write long words to a file"):
+        await sandbox.run(["echo", "x" * 200_000])
+    with pytest.raises(SandboxError, match="start in the sandbox: no-such-program: "):
+        await sandbox.run(["no-such-program"])
+    assert (await sandbox.run(["printf", "%s", "\udcff"])).stdout == b"\xff"
+
+
 async def test_open_process_pipes_carry_a_conversation(sandbox: Sandbox) -> None:
     process = await sandbox.open_process(["cat"])
     os.write(process.stdin, b"hello")

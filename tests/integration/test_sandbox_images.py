@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from runner.sandboxes import bubblewrap
+from runner.sandboxes.engines import prepare
 from runner.sandboxes.images import UnpackedImage, unpack
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
-from runner.sandboxes.sandbox import prepare
 from runner.tools.toolbox import open_toolbox
 from spangrad import semconv
 from spangrad.errors import SandboxError

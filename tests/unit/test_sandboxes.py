@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from runner.sandboxes.agent_sandbox import open_agent_sandbox, policy_of
+from runner.sandboxes.engines import prepare
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
-from runner.sandboxes.sandbox import prepare
 from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
