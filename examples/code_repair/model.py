@@ -1,7 +1,7 @@
 """The repairing model: it knows the form of commands and edits, and to copy names, and seldom which code a comment means.
 
 In: a directory and a seed. Out: there, the model after supervised steps on made-up transcripts of a simulated sandbox. In those each step
-is the sensible one with probability 0.9, and the operation of an edit the right one with 0.35, else drawn blindly. Held-out comments are
+is the sensible one with probability 0.8, and the operation of an edit the right one with 0.5, else drawn blindly. Held-out comments are
 never shown.
 """
 
@@ -16,8 +16,8 @@ from examples.code_repair.repository import OPERATIONS, Expression, Function
 from examples.code_repair.task import WORDS, prompt, repository
 from examples.learning.tiny import Transcript, make_model, model_command
 
-SENSIBLE = 0.9
-RIGHT_OPERATION = 0.35
+SENSIBLE = 0.8
+RIGHT_OPERATION = 0.5
 STEPS = 500
 ROWS = 32
 DONE = "done"
