@@ -17,7 +17,7 @@ EXAMPLE = Example(
     settings={
         "engine.max_model_len": 512,
         "builder.poll_seconds": 1.0,  # a step's rollouts take half a minute: fewer, larger passes
-        "trainer.loss.entropy_coef": 0.003,
+        "trainer.loss.entropy_coef": 0.0,  # a bonus makes random what ends an attempt, and that spreads to earlier replies
         "trainer.optim.mini_batches": 2,
         "runner.concurrency": 12,  # sandboxes of a worker at once: a command has a time limit
     },
