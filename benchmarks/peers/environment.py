@@ -43,3 +43,13 @@ def peer_environment(name: str) -> Path:
             raise SpangradError(f"the environment of {name} could not be made from {pins}:\n{done.stderr[-2000:]}")
     stamp.write_text(pins.read_text())
     return environment / "bin"
+
+
+def peer_packages(name: str) -> Path:
+    """Make the environment if it is not there, and return the directory of its packages.
+
+    Raises:
+        SpangradError: pip could not install the pins.
+    """
+    (packages,) = peer_environment(name).parent.glob("lib/python*/site-packages")
+    return packages

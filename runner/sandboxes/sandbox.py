@@ -377,11 +377,14 @@ async def _started(engine: SandboxEngine) -> Sandbox:
 
 def _message(number: int, do: str, arguments: Sequence[object]) -> bytes:
     """Return a request as the supervisor reads it."""
-    fields = [str(field) for field in (number, do, *arguments)]
-    for field in fields:
-        if "\0" in field or any("\ud800" <= character < "\udc80" or "\udcff" < character <= "\udfff" for character in field):
-            raise SandboxRequestError(f"{do} in the sandbox: {field[:100]!r} has a character that no path, word or variable can have.")
-    message = supervisor.SEPARATOR.join(field.encode(errors="surrogateescape") for field in fields)
+    try:
+        fields = [str(field).encode(errors="surrogateescape") for field in (number, do, *arguments)]
+        unusable = next((field.decode(errors="replace") for field in fields if supervisor.SEPARATOR in field), None)
+    except UnicodeEncodeError as error:
+        fields, unusable = [], error.object
+    if unusable is not None:
+        raise SandboxRequestError(f"{do} in the sandbox: {unusable[:100]!r} has a character that no path, word or variable can have.")
+    message = supervisor.SEPARATOR.join(fields)
     if len(message) > supervisor.MESSAGE_BYTES:
         most = f"{supervisor.MESSAGE_BYTES:,}"
         raise SandboxRequestError(f"{do} in the sandbox: a request has {len(message):,} bytes, at most {most}. Write long words to a file.")

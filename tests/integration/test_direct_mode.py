@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import pytest
 
-from benchmarks.peers.environment import peer_environment
+from benchmarks.peers.environment import peer_environment, peer_packages
 from runner.runner import Runner
 from runner.workers.agents import CommandAgent
 from spangrad.settings import Settings
@@ -67,7 +67,7 @@ def with_wheel(directory: Path) -> Path:
     """The stock environment after `pip install spangrad`: its `bin`, in a new directory."""
     venv.create(directory, with_pip=False)
     (site,) = directory.glob("lib/python*/site-packages")
-    (stock_site,) = stock().parent.glob("lib/python*/site-packages")
+    stock_site = peer_packages("stock_agents")
     (site / "stock.pth").write_text(f"{stock_site}\n")
     (directory / "bin" / "opentelemetry-instrument").symlink_to(stock() / "opentelemetry-instrument")
     _pip("wheel", "--no-build-isolation", "--wheel-dir", str(directory), str(ROOT / "packaging" / "agent"))

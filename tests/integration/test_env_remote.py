@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from benchmarks.peers.environment import peer_environment
+from benchmarks.peers.environment import peer_environment, peer_packages
 from runner.sessions.server import running
 from runner.sessions.shards import ShardCommand
 from span_processors.reward import reward
@@ -380,9 +380,8 @@ async def test_env_remote_plays_openenvs_example_on_its_own_server(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_env_remote_plays_openenvs_example_behind_our_server(tmp_path: Path) -> None:
-    programs = await asyncio.to_thread(write_example, tmp_path)
-    (site,) = (programs.parent / "lib").glob("*/site-packages")
-    command = ShardCommand("echo_env.server.echo_env_environment:EchoEnvironment", tmp_path, {"PYTHONPATH": str(site)})
+    await asyncio.to_thread(write_example, tmp_path)
+    command = ShardCommand("echo_env.server.echo_env_environment:EchoEnvironment", tmp_path, {"PYTHONPATH": str(peer_packages("openenv"))})
     async with running(environment_service_settings(), {"echo": command}, 1, 4) as url:
         outcome = await played(f"openenv+{url}", {"seed": 1}, "hello", "hi")
     assert [step.result.reward for step in outcome.steps] == [0.5, 0.2]

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 from pydantic import SecretStr
 
-from benchmarks.peers.environment import peer_environment
+from benchmarks.peers.environment import peer_environment, peer_packages
 from runner.sessions.server import running
 from runner.sessions.shards import ShardCommand
 from spangrad.episode.adapters.openenv_server import OpenEnvServer
@@ -391,9 +391,8 @@ print(json.dumps(results))
 @pytest.mark.slow
 async def test_env_serve_gives_the_results_of_gymnasiums_own_environment() -> None:
     programs = await asyncio.to_thread(peer_environment, "openenv")
-    (site,) = (programs.parent / "lib").glob("*/site-packages")
     done = await asyncio.to_thread(subprocess.run, [programs / "python", "-c", OWN_EPISODE], capture_output=True, text=True, check=True)
-    expected, peers = json.loads(done.stdout), {"PYTHONPATH": str(site)}
+    expected, peers = json.loads(done.stdout), {"PYTHONPATH": str(peer_packages("openenv"))}
     async with served("gymnasium:CartPole-v1", variables=peers) as (client, _), client.ws_connect("/ws") as connection:
         results = [await ask(connection, "reset", {"task": {"seed": 7}})]
         results += [await ask(connection, "step", {"value": number % 3 % 2}) for number in range(1, len(expected))]
