@@ -90,7 +90,7 @@ class RexRuntime:
 
     async def _require_syntax(self, command: str) -> None:
         """Refuse what is no command of bash, of which a part would run otherwise."""
-        checked = await (await self._opened()).run(["bash", "-n"], stdin=command.encode(errors="surrogateescape"))
+        checked = await (await self._opened()).run(["bash", "-n"], stdin=command.encode())
         if checked.exit_code:
             stderr = checked.stderr.decode(errors="backslashreplace")
             values = {"bash_stdout": checked.stdout.decode(errors="backslashreplace"), "bash_stderr": stderr}
@@ -146,7 +146,7 @@ class RexRuntime:
         """Write a file, and the directories above it."""
         sandbox = await self._opened()
         async with self._recorded("write_file", msgspec.structs.asdict(request), parent) as end:
-            await sandbox.write(request.path, request.content.encode(errors="surrogateescape"))
+            await sandbox.write(request.path, request.content.encode())
             end(f"wrote {request.path}", False)
         return {}
 

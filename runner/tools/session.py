@@ -51,6 +51,19 @@ class ToolFailedError(Exception):
     """An action failed in a way that the model should read."""
 
 
+def text_bytes(text: str) -> bytes:
+    """Return a text of a model as a sandbox takes it; bytes that were no text when they were read are themselves again.
+
+    Raises:
+        ToolFailedError: it has half of a surrogate pair.
+    """
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        place = f"{text[error.start]!r} at {error.start}"
+        raise ToolFailedError(f"the text has half of a surrogate pair, {place}, which is no character: leave it out") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ActionResult:
     """End of an action."""
@@ -143,7 +156,7 @@ class ToolSession:
             patterns: regular expressions; an action whose output matches is left open.
 
         Raises:
-            ToolFailedError: the action holds a NUL, a pattern is none, or another action is open.
+            ToolFailedError: the action holds a NUL or half of a surrogate pair, a pattern is none, or another action is open.
             SandboxRequestError: the sandbox has ended.
         """
         if "\0" in action:
@@ -153,17 +166,17 @@ class ToolSession:
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
             source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
-            sending = self._send(source + action.encode() + b"\0", self._actions)
+            sending = self._send(source + text_bytes(action) + b"\0", self._actions)
             return await self._waited(timeout_seconds, compiled, reads, sending)
 
     async def write_line(self, line: str, timeout_seconds: float | None, *, patterns: Sequence[str] = ()) -> ActionResult:
         """Write a line to the action that is open, and wait as `act` does.
 
         Raises:
-            ToolFailedError: no action is open, or the line is longer than a terminal takes.
+            ToolFailedError: no action is open; the line has half of a surrogate pair, or is longer than a terminal takes.
             SandboxRequestError: the sandbox has ended.
         """
-        compiled, data = _compiled(patterns), line.encode() + b"\n"
+        compiled, data = _compiled(patterns), text_bytes(line) + b"\n"
         if max(map(len, data.split(b"\n"))) > _LINE_BYTES:
             raise ToolFailedError(f"a line has more than {_LINE_BYTES} bytes, which a terminal does not take: give it by a file")
         async with self._turn:
@@ -310,6 +323,6 @@ def _compiled(patterns: Sequence[str]) -> Patterns:
         ToolFailedError: one is no regular expression.
     """
     try:
-        return [re.compile(pattern.encode(), re.DOTALL) for pattern in patterns]
+        return [re.compile(text_bytes(pattern), re.DOTALL) for pattern in patterns]
     except re.error as error:
         raise ToolFailedError(f"{error.pattern!r} is no regular expression: {error}") from None

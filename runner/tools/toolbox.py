@@ -23,7 +23,7 @@ from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from runner.swe_rex.remote_shell import RemoteShell
 from runner.tools import interpreter
 from runner.tools.action_spans import ActionSpans
-from runner.tools.session import ActionResult, ToolFailedError, ToolSession
+from runner.tools.session import ActionResult, ToolFailedError, ToolSession, text_bytes
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.types import SandboxRung
 
@@ -162,10 +162,7 @@ class Toolbox:
             kinds = {"string": str, "integer": int, "number": (int, float)}[properties[key]["type"]]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ToolFailedError(f"{key} must be a {properties[key]['type']}, not {json.dumps(value)}")
-        try:
-            return await action(**arguments)
-        except UnicodeEncodeError as error:
-            raise ToolFailedError(f"the arguments hold half of a surrogate pair, which is no character: {error.reason}") from None
+        return await action(**arguments)
 
     async def shell(self, command: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Run a command, and return its output, with a line on its end where that was not 0.
@@ -210,7 +207,7 @@ class Toolbox:
         Raises:
             ToolFailedError: it cannot be written.
         """
-        await _of_model(self.sandbox.write(path, content.encode(errors="surrogateescape")))
+        await _of_model(self.sandbox.write(path, text_bytes(content)))
         return f"wrote {path}"
 
     async def replace_in_file(self, path: str, old: str, new: str) -> str:

@@ -116,6 +116,16 @@ async def test_files_are_written_read_and_replaced(tools: Toolbox) -> None:
         await tools.read_file("/etc/shadow")
 
 
+async def test_half_of_a_surrogate_pair_is_refused_and_bytes_that_are_no_text_stay(tools: Toolbox) -> None:
+    half = "\ud83d"
+    for action in (tools.shell(f"echo {half}"), tools.python(half), tools.write_file("/tmp/half", half)):
+        with pytest.raises(ToolFailedError, match="half of a surrogate pair"):
+            await action
+    await tools.shell(r"printf 'a\377b' > /tmp/bytes")
+    await tools.replace_in_file("/tmp/bytes", "b", "c")
+    assert await tools.shell("od -An -tx1 /tmp/bytes") == " 61 ff 63\n"
+
+
 async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, tools: Toolbox) -> None:
     assert await tools.call("shell", json.dumps({"command": "echo x"}), "call-1") == "x\n"
     assert await tools.call("shell", {"command": "false"}) == "[exit code 1]"
