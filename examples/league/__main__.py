@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from commands.demo.services import TrainingSupervisor, make_model
@@ -42,11 +41,13 @@ NAME = "league"
 PAST = "past"
 """Name under which one older version is served."""
 ROLES = tuple(Gomoku.roles)
-STEPS = 40
+STEPS = 60
+GROUPS_OF_EACH = 4
+"""Groups of a step in each pairing."""
 DRAWN_EVERY = 5
 """Steps after which another older version is drawn."""
-MEASURED_EVERY = 20
-HELD_OUT = 128
+MEASURED_EVERY = 10
+HELD_OUT = 64
 """Held-out openings of each pairing of a measurement."""
 SCRIPT = {"script": "examples.gomoku.script:small"}
 OWN, OLDER = {"model": NAME}, {"model": PAST}
@@ -57,8 +58,6 @@ TRAINED: Mapping[str, Mapping[str, object]] = {
     "second-past": {_FIRST: OLDER, _SECOND: OWN},
 }
 """Pairings that are trained: players by role."""
-GROUPS = {"self-play": 4, "first-past": 2, "second-past": 6}
-"""Groups of a step by pairing. The role that moves later is learned more slowly, and has more."""
 AGAINST_SCRIPT: Mapping[str, Mapping[str, object]] = {
     "first-script": {_FIRST: OWN, _SECOND: SCRIPT},
     "second-script": {_FIRST: SCRIPT, _SECOND: OWN},
@@ -86,7 +85,7 @@ def _run(directory: Path, seed: int, steps: int, held_out: int) -> dict[str, obj
     def on_event(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)
 
-    drawn = EXAMPLE.questions(seed, sum(GROUPS.values()) * steps)
+    drawn = EXAMPLE.questions(seed, GROUPS_OF_EACH * len(TRAINED) * steps)
     write_questions(directory / "train.jsonl", "train", drawn.train)
     write_questions(directory / "held_out.jsonl", "held-out", drawn.held_out[:held_out])
     (port,) = free_ports(1)
@@ -137,7 +136,7 @@ def league_settings(directory: Path, seed: int, steps: int, port: int) -> dict[s
         "builder.selection": {"policies": f"{NAME}|{PAST}"},
         "trainer.policy": NAME,
         "trainer.run_id": NAME,
-        "trainer.sampling.groups_per_batch": sum(GROUPS.values()),
+        "trainer.sampling.groups_per_batch": GROUPS_OF_EACH * len(TRAINED),
         "trainer.credit.reward_roles": [],
         "trainer.credit.by_role": True,
         "trainer.checkpoint.keep": 1000,
@@ -164,7 +163,7 @@ class League:
             on_event: reports progress.
         """
         self._settings, self._services, self._rng, self._on_event = settings, services, rng, on_event
-        self._openings = iter(read_tasks(directory / "train.jsonl"))
+        self._openings = read_tasks(directory / "train.jsonl")
         self._held_out = read_tasks(directory / "held_out.jsonl")
         self._ledger = Ledger(ledger_location(settings.trainer), NAME, settings.trainer.branch)
         self._runners: dict[str, Runner] = {}
@@ -190,10 +189,15 @@ class League:
     async def _step(self, number: int) -> None:
         """Play a step's games, and wait for the version that they train."""
         version, began = self._services.served(), time.monotonic()
-        played = [
-            self._runners[name].run([*islice(self._openings, GROUPS[name])], mode=Mode.TRAIN, group_size=GROUP_SIZE) for name in TRAINED
-        ]
-        await asyncio.gather(*played)
+        tasks = self._openings[number * GROUPS_OF_EACH * len(TRAINED) :]
+        await asyncio.gather(
+            *(
+                self._runners[name].run(
+                    tasks[place * GROUPS_OF_EACH : (place + 1) * GROUPS_OF_EACH], mode=Mode.TRAIN, group_size=GROUP_SIZE
+                )
+                for place, name in enumerate(TRAINED)
+            )
+        )
         await self._services.wait_for_version(version + 1)
         self._on_event(f"step {number:3d}  {time.monotonic() - began:.1f} s")
 

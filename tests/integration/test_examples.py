@@ -16,7 +16,7 @@ from examples.calculator.__main__ import EXAMPLE as CALCULATOR
 from examples.code_repair.__main__ import EXAMPLE as CODE_REPAIR
 from examples.from_scratch.__main__ import EXAMPLE as FROM_SCRATCH
 from examples.gomoku.__main__ import EXAMPLE as GOMOKU
-from examples.league.__main__ import GROUPS as LEAGUE_GROUPS
+from examples.league.__main__ import GROUPS_OF_EACH as PAIRING_GROUPS
 from examples.league.__main__ import ROLES as LEAGUE_ROLES
 from examples.league.__main__ import TRAINED
 from examples.league.__main__ import run as run_league
@@ -138,8 +138,8 @@ def test_league_trains_one_policy_in_both_roles_and_rates_its_versions(tmp_path:
     assert calls.keys() == set(LEAGUE_ROLES), "both roles of the one policy are trained"
     assert [*map(tuple, ask(tmp_path, OPPONENTS))] == [(mode, role) for mode in ("train", "validate") for role in LEAGUE_ROLES]
     assert [*ask(tmp_path, SUMS)[0]] == [
-        STEPS * sum(LEAGUE_GROUPS.values()) * 8,
+        STEPS * len(TRAINED) * PAIRING_GROUPS * 8,
         pytest.approx(0, abs=1e-9),
     ], "what one wins the other loses"
-    assert LEAGUE_GROUPS.keys() == TRAINED.keys()
+    assert len(TRAINED) == 3
     assert (tmp_path / "run" / "ratings.png").stat().st_size > 5_000
