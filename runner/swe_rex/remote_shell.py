@@ -8,7 +8,7 @@ import uuid
 from typing import Any, Self
 
 from runner.sandboxes.remote import RemoteError, RemoteSandbox
-from runner.tools.session import ActionResult, ToolFailedError
+from runner.tools.session import ActionResult, action_bytes
 from spangrad.errors import SandboxRequestError
 
 _STARTUP_SECONDS = 10.0
@@ -38,11 +38,10 @@ class RemoteShell:
         """Run an action to its end, or to its time limit, in seconds; None: there is none.
 
         Raises:
-            ToolFailedError: the action holds a NUL.
+            ToolFailedError: the action holds a NUL or half of a surrogate pair.
             SandboxRequestError: the server does not answer.
         """
-        if "\0" in action:
-            raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
+        action_bytes(action)  # refused here as in any sandbox: the server's refusal would be no action's
         async with self._turn:
             try:
                 ended = await self._asked(action, timeout_seconds)

@@ -64,6 +64,17 @@ def text_bytes(text: str) -> bytes:
         raise ToolFailedError(f"the text has half of a surrogate pair, {place}, which is no character: leave it out") from None
 
 
+def action_bytes(action: str) -> bytes:
+    """Return an action as its program reads it.
+
+    Raises:
+        ToolFailedError: it holds a NUL or half of a surrogate pair.
+    """
+    if "\0" in action:
+        raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
+    return text_bytes(action)
+
+
 @dataclass(frozen=True, slots=True)
 class ActionResult:
     """End of an action."""
@@ -159,24 +170,22 @@ class ToolSession:
             ToolFailedError: the action holds a NUL or half of a surrogate pair, a pattern is none, or another action is open.
             SandboxRequestError: the sandbox has ended.
         """
-        if "\0" in action:
-            raise ToolFailedError("the action holds a NUL character, which ends actions: escape it")
-        compiled = _compiled(patterns)
+        data, compiled = action_bytes(action), _compiled(patterns)
         async with self._turn:
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
             source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
-            sending = self._send(source + text_bytes(action) + b"\0", self._actions)
+            sending = self._send(source + data + b"\0", self._actions)
             return await self._waited(timeout_seconds, compiled, reads, sending)
 
     async def write_line(self, line: str, timeout_seconds: float | None, *, patterns: Sequence[str] = ()) -> ActionResult:
         """Write a line to the action that is open, and wait as `act` does.
 
         Raises:
-            ToolFailedError: no action is open; the line has half of a surrogate pair, or is longer than a terminal takes.
+            ToolFailedError: no action is open, or the line is longer than a terminal takes.
             SandboxRequestError: the sandbox has ended.
         """
-        compiled, data = _compiled(patterns), text_bytes(line) + b"\n"
+        compiled, data = _compiled(patterns), line.encode() + b"\n"
         if max(map(len, data.split(b"\n"))) > _LINE_BYTES:
             raise ToolFailedError(f"a line has more than {_LINE_BYTES} bytes, which a terminal does not take: give it by a file")
         async with self._turn:
@@ -323,6 +332,6 @@ def _compiled(patterns: Sequence[str]) -> Patterns:
         ToolFailedError: one is no regular expression.
     """
     try:
-        return [re.compile(text_bytes(pattern), re.DOTALL) for pattern in patterns]
+        return [re.compile(pattern.encode(), re.DOTALL) for pattern in patterns]
     except re.error as error:
         raise ToolFailedError(f"{error.pattern!r} is no regular expression: {error}") from None

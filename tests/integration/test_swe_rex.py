@@ -148,6 +148,8 @@ async def act_everywhere(tools: Toolbox) -> None:
         await tools.shell("if then")
     with pytest.raises(ToolFailedError, match=r"^\[interrupted after 0.5 s\]$"):
         await tools.shell("sleep 600", timeout_seconds=0.5)
+    with pytest.raises(ToolFailedError, match="half of a surrogate pair"):
+        await tools.shell("echo \ud83d")
     assert (await tools.shell("echo $X")).strip() == "1"
     with pytest.raises(ToolFailedError, match="no interpreter that stays"):
         await tools.python("1")
