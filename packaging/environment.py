@@ -3,7 +3,7 @@
 In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests), `.venv-vllm`
 (the engine, whose pins contradict the trainer's) and, when asked for, `.venv-docs` (the documentation's site). Invariant:
 an environment counts as made only when its stamp, written last, matches what it was made from and its packages can be
-found; anything else is repaired or made anew.
+found; anything else is repaired or made anew. Commands that need the same environment at once wait for the one that makes it.
 
 Standard library only: this runs before anything is installed.
 """
@@ -11,6 +11,7 @@ Standard library only: this runs before anything is installed.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,8 +121,22 @@ def environments(torch_index: str) -> dict[str, Environment]:
     }
 
 
+@contextmanager
+def held(environment: Environment) -> Iterator[None]:
+    """Hold an environment's file lock, which ends with the process; wait for a command that holds it."""
+    path = ROOT / ".setup" / f"{environment.name}.lock"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"setup: {environment.directory.name} is in the hands of another command: waiting", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def make(environment: Environment, lock: threading.Lock) -> str | None:
-    """Create or repair one environment; return the error's text, or None."""
+    """Create or repair one environment; return the error's text, or None. The caller holds it."""
 
     def report(text: str) -> None:
         with lock:
@@ -135,7 +152,6 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
         shutil.rmtree(environment.directory)
     environment.stamp.unlink(missing_ok=True)
     log = ROOT / ".setup" / f"{environment.name}.log"
-    log.parent.mkdir(exist_ok=True)
     pip = (str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
     steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(environment.directory)), (*pip, PIP)]
     steps += [(*pip, *install) for install in environment.installs]
@@ -165,7 +181,8 @@ def main() -> int:
     errors: list[str] = []
 
     def work(name: str) -> None:
-        error = make(known[name], lock)
+        with held(known[name]):
+            error = make(known[name], lock)
         if error:
             errors.append(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 import venv
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,27 @@ def test_environment_fault_names_each_defect(environment: ModuleType, tmp_path: 
     assert wanting.fault() == "is broken: no_such_module nor_this is missing"
     pinned.python.unlink()
     assert str(pinned.fault()).startswith("is broken: its interpreter does not run")
+
+
+def test_environment_held_waits_for_other_holder(
+    environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    pinned = environment.Environment("x", tmp_path / ".venv", (), (), ())
+    order = list[str]()
+
+    def hold_too() -> None:
+        with environment.held(pinned):
+            order.append("second")
+
+    second = threading.Thread(target=hold_too)
+    with environment.held(pinned):
+        second.start()
+        while "setup: .venv is in the hands of another command: waiting" not in capfd.readouterr().out:
+            assert second.is_alive()
+        order.append("first")
+    second.join(10)
+    assert order == ["first", "second"]
 
 
 def test_environments_are_pinned_completely(environment: ModuleType) -> None:
