@@ -100,6 +100,8 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
         rollouts: ROLLOUTS.
         evaluations: resolved evaluation rows.
     """
+    if (rollouts["Failure"] == "").all():
+        return rollouts
     score = attribute(semconv.EVALUATION_SCORE).cast(pl.Float64, strict=False)
     on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite()).select(*ROLLOUT, *SPAN)
     rewarded = on_root.unique().with_columns(rewarded=pl.lit(True))

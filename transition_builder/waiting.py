@@ -34,6 +34,8 @@ _DUE_AT = pl.col("CheckedAt") + (pl.col("CheckedAt") - pl.col("IngestedAt")) * _
 
 def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
     """Return the rows with CheckedAt and IngestedAt that are to be checked now: all that never were."""
+    if waiting.is_empty():
+        return waiting
     # What arrived during this pass may be dated after its begin.
     return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
 
@@ -88,6 +90,8 @@ def slices(rows: pl.DataFrame, key: str, seconds: Callable[[], float]) -> Iterat
         key: column that names their rollouts.
         seconds: returns the time that the next slice should take.
     """
+    if rows.is_empty():
+        return
     oldest = rows.group_by(key).agg(Oldest=pl.col("IngestedAt").min()).sort("Oldest", key)
     begin, size = 0, _FIRST_SLICE
     while begin < oldest.height:

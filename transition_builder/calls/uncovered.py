@@ -46,5 +46,7 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 def _holders(spans: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
     """Return the keys of those of some rows that hold an answer, each once."""
     among = spans.select(*SPAN, *_ANSWERING)[rows]
-    keys = among.filter(dialects.holds_answer(among)).select(*SPAN, "Timestamp", "ServiceName", "SpanName")
+    if among.height:
+        among = among.filter(dialects.holds_answer(among))
+    keys = among.select(*SPAN, "Timestamp", "ServiceName", "SpanName")
     return keys.unique(SPAN, keep="first", maintain_order=True)

@@ -31,6 +31,8 @@ def former_owners(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
         keys: KEYS.
         owners: OWNERS of their traces.
     """
+    if keys.is_empty():
+        return keys.rename({"RolloutKey": "RolloutId"})
     now = claim(keys.with_columns(**_UNNAMED), owners)["RolloutKey"]
     return keys.filter(keys["RolloutKey"] != now).select("TraceId", RolloutId="RolloutKey").unique(maintain_order=True)
 

@@ -20,6 +20,12 @@ _SEVERAL = 2
 """Value of Attempts that stands for two and more."""
 
 
+def all_named(rows: pl.DataFrame) -> bool:
+    """Return whether every row names its rollout."""
+    # Compared as a series: the expression would be a query plan of its own.
+    return (rows["RolloutKeySource"] == "rollout").all()
+
+
 def owners_of(spans: pl.DataFrame) -> pl.DataFrame:
     """Return OWNERS of the traces of spans, as spangrad_internal.trace_owners does for all that have arrived.
 
@@ -48,7 +54,7 @@ def owners_at_hand(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
         rows: rows with the columns of NAMES, and RowKind.
         known: OWNERS of the traces of those that name no rollout, as far as the store knows them.
     """
-    if rows.select(NAMED.all()).item():
+    if all_named(rows):
         return known
     texts = {name: pl.lit("") for name in ("Mode", "SessionId", "ConversationId")}
     at_hand = owners_of(rows.filter(NAMED & (pl.col("RowKind") == "span")).select(list(NAMES)).with_columns(**texts))
@@ -88,16 +94,15 @@ def resolve(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame, *,
         shared: return instead the rows that belong to no attempt, because their traces name several, with the first of those. Ids begin
             with their time, so that the first stays the first, whatever comes.
     """
-    if rows.select(NAMED.all()).item():
+    if all_named(rows):
         rows = rows.clear() if shared else rows
-        keys = rows.select("RunId", "Attempt", RolloutId="RolloutKey")
+        keys = pl.DataFrame([rows["RunId"], rows["RolloutKey"].alias("RolloutId"), rows["Attempt"]])
     else:
         keys = _assigned(rows, owners)
         keys = keys.with_columns(RolloutId=pl.when(pl.col("Attempts") == (_SEVERAL if shared else 1)).then("RolloutId"))
     keys = _of_interest(keys, rollouts)
     resolved = rows.with_columns(keys)
-    ours = keys["RolloutId"].is_not_null()
-    return resolved if ours.all() else resolved.filter(ours)
+    return resolved.filter(pl.col("RolloutId").is_not_null()) if keys["RolloutId"].has_nulls() else resolved
 
 
 def _assigned(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
@@ -118,9 +123,9 @@ def _assigned(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
 
 def _of_interest(keys: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     """Return the ATTEMPT of rows of rollouts of interest, nulls for others; a run that is not named is the rollout's only one."""
-    if keys.select((pl.col("RunId") != "").all()).item():
-        ours = pl.struct(ROLLOUT).is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())
-        return keys.select(pl.when(ours).then(name).alias(name) for name in ATTEMPT)
+    if (keys["RunId"] != "").all():
+        ours = keys[ROLLOUT].to_struct().is_in(rollouts[ROLLOUT].to_struct().implode())
+        return keys[ATTEMPT] if ours.all() else keys.select(pl.when(ours).then(name).alias(name) for name in ATTEMPT)
     runs = rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
     keyed = keys.join(runs, on="RolloutId", how="left", maintain_order="left")
     only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())

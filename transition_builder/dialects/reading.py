@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 import polars as pl
@@ -30,6 +30,7 @@ _NAMES_KEPT = 2**16
 """Names of attributes whose comparison with a pattern is remembered."""
 
 
+@cache
 def attribute(name: str) -> pl.Expr:
     """Return a span's attribute; null where it has none."""
     return pl.col("Attributes").map.get(name)

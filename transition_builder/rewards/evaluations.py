@@ -104,6 +104,8 @@ def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataF
         nodes: the spans that `calls` refer to by Node and ClientNode.
         caused: tools and the calls that caused them (`causes`).
     """
+    if reported.is_empty():
+        return reported
     of_sql = pl.col("Source") == RewardSource.SQL.value
     # Usually all of them are on roots, and no lookup is needed.
     on_root = (pl.col("Source") == RewardSource.RUNNER.value) & pl.col("ResponseId").is_null()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.frames import conform
+from transition_builder.frames import conform, empty
 from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, ROLLOUT, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
@@ -30,6 +30,8 @@ REPORTED: Schema = {
 }
 """Reward that a source reports. CallId: null where the span or the response id has still to be looked up. Value: null where there is no
 finite number; Fault then describes it. Speaker: the process that reports it, else its service; Seq and Timestamp are the speaker's."""
+
+_WITHOUT_VALUE = dict.fromkeys([*ROLLOUT, "why"], pl.String())
 
 NOT_FINITE = "not a finite number"
 NO_VALUE = "no value"
@@ -63,14 +65,7 @@ def faults(rollouts: pl.DataFrame, chosen: pl.DataFrame, *, by_rules: bool = Fal
         chosen: of `by_precedence`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
         by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
-    bad = (
-        chosen.filter(pl.col("Value").is_null())
-        .group_by(*ROLLOUT, "Fault")
-        .agg(pl.col("Name").unique().sort().str.join(", "))
-        .with_columns(why=pl.format("{}: {}", "Fault", "Name"))
-        .group_by(ROLLOUT)
-        .agg(pl.col("why").sort().str.join("; "))
-    )
+    bad = _without_value(chosen) if chosen["Value"].has_nulls() else empty(_WITHOUT_VALUE)
     concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value).select(ROLLOUT).unique()
     return (
         rollouts.select(ROLLOUT)
@@ -78,4 +73,16 @@ def faults(rollouts: pl.DataFrame, chosen: pl.DataFrame, *, by_rules: bool = Fal
         .join(concluded.with_columns(concluded=pl.lit(True)), on=ROLLOUT, how="left")
         .filter(pl.col("why").is_not_null() | (pl.col("concluded").is_null() & (not by_rules)))
         .select(*ROLLOUT, fault=pl.coalesce("why", pl.lit("no evaluation result with a score arrived")))
+    )
+
+
+def _without_value(chosen: pl.DataFrame) -> pl.DataFrame:
+    """Return the rollouts with a reward that has no value, and the reasons."""
+    return (
+        chosen.filter(pl.col("Value").is_null())
+        .group_by(*ROLLOUT, "Fault")
+        .agg(pl.col("Name").unique().sort().str.join(", "))
+        .with_columns(why=pl.format("{}: {}", "Fault", "Name"))
+        .group_by(ROLLOUT)
+        .agg(pl.col("why").sort().str.join("; "))
     )

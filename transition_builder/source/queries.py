@@ -111,7 +111,9 @@ def query(
 
 
 def batches(keys: pl.Series) -> Iterator[tuple[bytes, ...]]:
-    """Yield distinct keys without nulls, as many at a time as fit a statement; as bytes, since a store may hold keys that are not UTF-8."""
+    """Return distinct keys without nulls, as many at a time as fit a statement; as bytes: a store may hold keys that are not UTF-8."""
+    if keys.is_empty():
+        return iter(())
     return clickhouse.batches(key for key in keys.unique(maintain_order=True).cast(pl.Binary).to_list() if key is not None)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 
 import polars as pl
 
@@ -145,7 +146,7 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
 
 def contents(built: Built) -> pl.DataFrame:
     """Return RunId, RolloutId and Content of each rollout with conclusions; Content is independent of the order of rows."""
-    rows = pl.concat([_texts(getattr(built, table), schema, _KINDS[table]) for table, schema in _TABLES.items()])
+    rows = pl.concat([getattr(built, table).select(*ROLLOUT, text=_text_of(table)) for table in _TABLES])
     # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
     hashed = rows.select(ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
@@ -154,10 +155,11 @@ def contents(built: Built) -> pl.DataFrame:
     return hashed.group_by(ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=ROLLOUT, how="semi").sort(ROLLOUT)
 
 
-def _texts(rows: pl.DataFrame, schema: Schema, kind: str) -> pl.DataFrame:
-    """Join the deciding columns of each row as one text."""
-    columns = [_as_text(name, dtype) for name, dtype in schema.items() if name not in _AFTER]
-    return rows.select(*ROLLOUT, text=pl.concat_str([pl.lit(kind), *columns], separator=_BETWEEN))
+@cache
+def _text_of(table: str) -> pl.Expr:
+    """Return the deciding columns of a row of a table, joined as one text."""
+    columns = [_as_text(name, dtype) for name, dtype in _TABLES[table].items() if name not in _AFTER]
+    return pl.concat_str([pl.lit(_KINDS[table]), *columns], separator=_BETWEEN)
 
 
 def _as_text(name: str, dtype: pl.DataType) -> pl.Expr:
