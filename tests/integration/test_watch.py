@@ -68,7 +68,8 @@ def listed(app: WatchApp) -> list[str]:
 
 async def test_watch_screen_shows_overview_and_rollouts(settings: Settings) -> None:
     async with watching(settings) as (app, pilot):
-        await until(pilot, lambda: len(listed(app)) == 3)
+        # The table has its rows before the screen shows them.
+        await until(pilot, lambda: "built 3" in screen(app) and sum(RUN in line for line in screen(app).splitlines()) == 3)
         lines = screen(app).splitlines()
     assert [title.strip("─╭╮ ") for title in lines[0].split("╮╭")] == ["Services", "Last hour", "Drops of a day", "Version"]
     tiles = [part.strip("│ ") for part in lines[1].split("││")]
