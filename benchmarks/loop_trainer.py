@@ -19,6 +19,7 @@ from spangrad.settings.sources import load_settings
 from trainer import run
 from trainer.data.batch import Batch, TokenValues
 from trainer.publish.checkpoint import STATE, WEIGHTS
+from trainer.publish.rank_sender import RankAddress
 
 
 class TimedOptimizer:
@@ -30,6 +31,7 @@ class TimedOptimizer:
     device = "cpu"
     data_parallel_size = 1
     versions_to_hold = 0
+    rank_senders: Sequence[RankAddress] = ()
     pass_seconds: Mapping[str, float] = {}
 
     def __init__(self, model: Path, *_: object, **__: object) -> None:

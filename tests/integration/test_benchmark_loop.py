@@ -7,6 +7,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.loop import Load, measure
+from benchmarks.loop_trainer import TimedOptimizer
+from tests.support.trainers import FakeOptimizer
+
+_OF_TESTS = {"batches", "fails", "interrupted", "weight"}
+_OF_RECOVERY_AND_COLOCATION = {"load_back", "load_weights", "offload", "weight_sums"}
+
+
+def test_timed_optimizer_has_what_the_loop_uses_of_an_optimizer() -> None:
+    assert _public(FakeOptimizer) - _public(TimedOptimizer) == _OF_TESTS | _OF_RECOVERY_AND_COLOCATION
+
+
+def _public(kind: type[object]) -> set[str]:
+    return {name for name in {*dir(kind), *kind.__annotations__} if not name.startswith("_")}
 
 
 @pytest.mark.slow
