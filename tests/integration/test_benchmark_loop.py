@@ -14,7 +14,7 @@ _OF_TESTS = {"batches", "fails", "interrupted", "weight"}
 _OF_RECOVERY_AND_COLOCATION = {"load_back", "load_weights", "offload", "weight_sums"}
 
 
-def test_timed_optimizer_has_what_the_loop_uses_of_an_optimizer() -> None:
+def test_timed_optimizer_has_all_attributes_that_the_loop_uses() -> None:
     assert _public(FakeOptimizer) - _public(TimedOptimizer) == _OF_TESTS | _OF_RECOVERY_AND_COLOCATION
 
 
