@@ -18,7 +18,7 @@ from spangrad.types import Stage, transition_ids
 from transition_builder import dialects, rewards
 from transition_builder.calls import reconcile
 from transition_builder.calls.reconstruct import reconstruct
-from transition_builder.completeness.resolve import owners_at_hand, resolve
+from transition_builder.completeness.resolve import NAMED, owners_at_hand, resolve
 from transition_builder.dialects.conventions import gateway
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import Built, Frames, Verdict, concat, conform, empty
@@ -182,7 +182,7 @@ def _times(spans: pl.DataFrame) -> pl.DataFrame:
     """Return TIMES by the runner's spans: roots of attempts, and stages."""
     # Few columns, so that the filter copies little.
     columns = ["RunId", "Attempt", "Timestamp", "SpanName", "ScopeName", "RowKind", "RolloutKeySource", "Duration", "Attributes"]
-    named = (pl.col("RowKind") == "span") & (pl.col("RolloutKeySource") == "rollout") & pl.col("SpanName").is_in(_TIMED)
+    named = (pl.col("RowKind") == "span") & NAMED & pl.col("SpanName").is_in(_TIMED)
     of_runner = spans.select(*columns, RolloutId="RolloutKey").filter(named)
     if of_runner.is_empty():
         return empty(TIMES)

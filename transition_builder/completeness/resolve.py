@@ -15,15 +15,17 @@ import polars as pl
 from transition_builder.frames import conform
 from transition_builder.schemas import ATTEMPT, NAMES, OWNERS, ROLLOUT
 
-NAMED = pl.col("RolloutKeySource") == "rollout"
+_OF_NAMED = "rollout"
+"""Value of RolloutKeySource of a row that names its rollout."""
+NAMED = pl.col("RolloutKeySource") == _OF_NAMED
 _SEVERAL = 2
 """Value of Attempts that stands for two and more."""
 
 
-def all_named(rows: pl.DataFrame) -> bool:
+def _all_named(rows: pl.DataFrame) -> bool:
     """Return whether every row names its rollout."""
     # Compared as a series: the expression would be a query plan of its own.
-    return (rows["RolloutKeySource"] == "rollout").all()
+    return (rows["RolloutKeySource"] == _OF_NAMED).all()
 
 
 def owners_of(spans: pl.DataFrame) -> pl.DataFrame:
@@ -54,7 +56,7 @@ def owners_at_hand(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
         rows: rows with the columns of NAMES, and RowKind.
         known: OWNERS of the traces of those that name no rollout, as far as the store knows them.
     """
-    if all_named(rows):
+    if _all_named(rows):
         return known
     texts = {name: pl.lit("") for name in ("Mode", "SessionId", "ConversationId")}
     at_hand = owners_of(rows.filter(NAMED & (pl.col("RowKind") == "span")).select(list(NAMES)).with_columns(**texts))
@@ -79,7 +81,7 @@ def claim(rows: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
         keys["Mode"],
         keys["Attempt"],
         RolloutKey=keys["RolloutId"],
-        RolloutKeySource=pl.when(alone).then(pl.lit("rollout")).otherwise("RolloutKeySource"),
+        RolloutKeySource=pl.when(alone).then(pl.lit(_OF_NAMED)).otherwise("RolloutKeySource"),
         Ours=keys["Attempts"] > 0,
     )
 
@@ -94,7 +96,7 @@ def resolve(rows: pl.DataFrame, owners: pl.DataFrame, rollouts: pl.DataFrame, *,
         shared: return instead the rows that belong to no attempt, because their traces name several, with the first of those. Ids begin
             with their time, so that the first stays the first, whatever comes.
     """
-    if all_named(rows):
+    if _all_named(rows):
         rows = rows.clear() if shared else rows
         keys = pl.DataFrame([rows["RunId"], rows["RolloutKey"].alias("RolloutId"), rows["Attempt"]])
     else:
