@@ -15,6 +15,8 @@ _STARTUP_SECONDS = 10.0
 _INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
 _SYNTAX_ERROR = 2
+_PROBES = 3
+"""Commands that may be answered with what earlier ones left, before the shell is started again."""
 
 
 class RemoteShell:
@@ -47,7 +49,9 @@ class RemoteShell:
                 ended = await self._asked(action, timeout_seconds)
             except RemoteError as error:
                 return await self._failed(error)
-        code = ended.get("exit_code")
+            code = ended.get("exit_code")
+            if code is None:
+                await self._synchronize()
         return ActionResult(self._kept(ended.get("output", "")), code, None, False)
 
     async def _asked(self, action: str, timeout_seconds: float | None) -> dict[str, Any]:
@@ -65,10 +69,28 @@ class RemoteShell:
             except RemoteError:
                 pass
             else:
+                await self._synchronize()
                 return ActionResult("", _INTERRUPTED, None, True)
+        await self._restart()
+        return ActionResult("" if timed_out else self._kept(str(error)), None, None, timed_out)
+
+    async def _synchronize(self) -> None:
+        """Read what earlier commands left on the terminal, so that the next one's output is its own.
+
+        SWE-ReX's own server tells outputs apart by prompts, and leaves some behind when it interrupts twice or meets one late.
+        """
+        marker = uuid.uuid4().hex
+        for _ in range(_PROBES):
+            try:
+                if (await self._asked(f"echo {marker}", _STARTUP_SECONDS)).get("output", "").strip() == marker:
+                    return
+            except RemoteError:
+                break
+        await self._restart()
+
+    async def _restart(self) -> None:
         await self._end()
         await self._start()
-        return ActionResult("" if timed_out else self._kept(str(error)), None, None, timed_out)
 
     async def _start(self) -> None:
         self._session = f"spangrad-{uuid.uuid4().hex}"

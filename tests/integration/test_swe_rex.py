@@ -148,6 +148,9 @@ async def act_everywhere(tools: Toolbox) -> None:
         await tools.shell("if then")
     with pytest.raises(ToolFailedError, match=r"^\[interrupted after 0.5 s\]$"):
         await tools.shell("sleep 600", timeout_seconds=0.5)
+    # SWE-ReX's own server interrupts again after 0.4 s: the second one meets the prompt, and its echo is left on the terminal.
+    with pytest.raises(ToolFailedError, match=r"^\[interrupted after 0.5 s\]$"):
+        await tools.shell("bash -c 'trap \"sleep 0.3; exit\" INT; while :; do sleep 0.01; done'", timeout_seconds=0.5)
     with pytest.raises(ToolFailedError, match="half of a surrogate pair"):
         await tools.shell("echo \ud83d")
     assert (await tools.shell("echo $X")).strip() == "1"
