@@ -286,7 +286,7 @@ class Trainer:
             )
             facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready)
             facts |= self._retries() | self.batches.figures() | self.phases.figures()
-            history = [version.metrics for version in self.branch.versions()]
+            history = [version.metrics for version in self.branch.newest(settings.alarms.gaming_versions - 1)]
             facts |= alarms.gaming([*history, facts], settings.alarms)
         try:
             with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError, HeadMovedError)):

@@ -63,7 +63,7 @@ class Phases:
 
     def is_updated(self) -> bool:
         """Return whether every other policy has made as many steps as this one, so that this policy's head may be served."""
-        return len(self.versions()) == len(self._others)
+        return not self._others or len(self.versions()) == len(self._others)
 
     def has_entered(self) -> bool:
         """Return whether this policy's head is recorded as served, or it is trained without phases."""

@@ -25,7 +25,7 @@ from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import ConsumedGroups, consumed_groups, demand, groups_wanted, in_flight, usable
+from trainer.ledger.demand import ConsumedGroups, Consumption, consumed_groups, demand, groups_wanted, in_flight, usable
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -155,7 +155,9 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
             queue.put("", {"policy": "policy", "branch": "main", "groups": level}, None)
 
         def look() -> None:
-            consumed = consumed_groups(ledger, chosen, SPEC)
+            consumed = consumption.read()
+            assert consumed == consumed_groups(ledger, chosen, SPEC), "what is read anew is enough"
+            assert consumption.read("b") == consumed_groups(ledger, chosen, SPEC, "b")
             needed = usable(chosen, consumed.steps)
             used.append(consumed.groups + needed)
             stated.append(groups_wanted(consumed, chosen, random.randrange(6)))
@@ -165,6 +167,7 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
 
         ledger = opened()
         ledger.register_initial(**BASE)
+        consumption = Consumption(ledger, chosen, SPEC)
         look()
         for event in events:
             names = [f"g{serial + i}" for i in range(2)]
@@ -181,6 +184,7 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
                 case "restart":
                     ledger.close()
                     ledger = opened()
+                    consumption = Consumption(ledger, chosen, SPEC)
                 case "back":
                     ledger.rollback(random.choice(ledger.committed_versions()))
                 case _:

@@ -18,6 +18,7 @@ from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import Place
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
+from trainer.ledger.demand import Consumption, consumed_groups
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -130,8 +131,27 @@ def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
     ledger.close()
 
 
+def test_groups_of_versions_orphaned_elsewhere_are_ready_and_counted_again(place: Place) -> None:
+    where = place()
+    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+    source, ready, consumption = Whole(), ReadyGroups(ledger, SETTINGS), Consumption(ledger, SETTINGS, "spec")
+    source.all += [group(name) for name in "abc"]
+    for name in "abc":
+        train(ledger, name)
+        assert consumption.read().trained == len(ledger.lineage()) - 1
+    assert (names(ready.poll(source)), ledger.lineage()) == ([], [0, 1, 2, 3])
+    assert other.orphan(other.versions([2, 3]), 1)
+    assert (names(ready.poll(source)), ledger.lineage()) == (["b", "c"], [0, 1])
+    assert consumption.read() == consumed_groups(ledger, SETTINGS, "spec")
+    assert (ledger.committed_versions(), consumption.read().trained) == ([0, 1], 1)
+    for opened in (ledger, other):
+        opened.close()
+
+
 EVENTS = st.lists(
-    st.sampled_from(["arrive", "again", "lease", "commit", "undo", "skip", "restore", "elsewhere", "rollback", "look", "restart"]),
+    st.sampled_from(
+        ["arrive", "again", "lease", "commit", "undo", "skip", "restore", "elsewhere", "rollback", "orphan", "look", "restart"]
+    ),
     max_size=30,
 )
 
@@ -139,11 +159,11 @@ EVENTS = st.lists(
 @given(EVENTS, st.randoms(use_true_random=False))
 @hypothesis_settings(max_examples=60, deadline=None)
 def test_look_agrees_with_full_read_after_any_events(events: list[str], random) -> None:  # type: ignore[no-untyped-def]
-    """Law: after changes of the ledger by any holder and in any order, no group is missed, and none comes twice."""
+    """Law: after changes of the ledger by any holder and in any order, no group is missed, and none comes twice or is counted twice."""
     with TemporaryDirectory() as directory:
         ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
         other = begun(Path(directory), holder="other-host 7 123 other-boot/pid:[1]")
-        source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+        source, ready, consumption = Whole(), ReadyGroups(ledger, SETTINGS), Consumption(ledger, SETTINGS, "spec")
         lease: BatchLease | None = None
 
         def free() -> list[str]:
@@ -156,11 +176,23 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
                 train(branch, *fresh)
                 trained.update(fresh)
 
+        def look() -> None:
+            assert names(ready.poll(source)) == free()
+            pending = lease.batch_id if lease else None
+            assert consumption.read() == consumed_groups(ledger, SETTINGS, "spec")
+            assert consumption.read(pending) == consumed_groups(ledger, SETTINGS, "spec", pending)
+
+        def orphan_newest() -> None:
+            newest = [version for version in other.versions(other.lineage()) if version.policy_version.batch_id][-random.randint(1, 3) :]
+            if newest and not lease:
+                other.orphan(newest, newest[0].policy_version.parent or 0)
+
         trained = set[str]()
         acts: dict[str, Callable[[list[str]], object]] = {
             "skip": lambda chosen: skip(other, [group(name) for name in chosen], SkipReason.STALE),
             "restore": lambda _: other.skips.restore(random.sample([*names(other.skips.reasons())], min(1, len(other.skips.reasons())))),
             "elsewhere": train_elsewhere,
+            "orphan": lambda _: orphan_newest(),
             "rollback": lambda _: None if lease else other.rollback(random.choice(other.committed_versions())),
             "arrive": lambda _: source.all.extend([group(f"g{len(source.all) + number}") for number in range(random.randint(1, 3))]),
             "again": lambda _: source.released.difference_update(
@@ -180,10 +212,10 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
                 other.recover()
                 lease = None
             elif name == "restart":
-                source.released, ready = set(), ReadyGroups(ledger, SETTINGS)
+                source.released, ready, consumption = set(), ReadyGroups(ledger, SETTINGS), Consumption(ledger, SETTINGS, "spec")
             elif name == "look":
-                assert names(ready.poll(source)) == free()
-        assert names(ready.poll(source)) == free()
+                look()
+        look()
         for opened_ledger in (ledger, branch, other):
             opened_ledger.close()
 

@@ -157,14 +157,14 @@ def test_working_branch_with_pending_version_equals_ledger_after_its_commit(tmp_
     def answers() -> tuple[object, ...]:
         head = branch.head()
         consumed = consumed_groups(ledger, chosen.trainer, SPEC, branch.pending_batch)
-        names = [version.version for version in branch.versions()]
+        names = [version.version for version in branch.newest(9)]
         parent = head.policy_version.parent, head.parent_branch, head.tokenizer_hash
         return head.version, parent, branch.lineage(), names, branch.steps(), branch.holder(), [*branch.claimed(again)], consumed
 
     before = answers()
     newest = branch.head()
     branch.pending = branch.leased(lease, newest, {"loss": 0.5})
-    assert branch.versions()[-1].metrics == {"loss": 0.5}
+    assert branch.newest(1)[-1].metrics == {"loss": 0.5}
     while_pending = answers()
     assert branch.undo_leases(chosen) == [], "its lease is not one of the dead"
     ledger.commit(lease, checksum="", path="", tokenizer_hash=newest.tokenizer_hash, metrics={"loss": 0.5})

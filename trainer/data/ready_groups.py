@@ -13,6 +13,7 @@ import sqlalchemy as sa
 
 from spangrad.settings import TrainerSettings
 from trainer.data.source import Group, GroupReader
+from trainer.ledger.batch_rollouts import by_version, oldest_open
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS
 
@@ -84,7 +85,7 @@ class ReadyGroups:
                 finished = self._finished(connection, build_spec, None, [group for _, group in new[start : start + _KEYS_A_STATEMENT]])
                 done |= finished.done
                 self._leased |= finished.leased
-        self._newest = self._oldest_open(connection)
+        self._newest = oldest_open(connection, self._settings.policy, self._settings.branch)
         return done & keys
 
     def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, groups: Sequence[str] | None) -> _Finished:
@@ -93,12 +94,13 @@ class ReadyGroups:
         leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*self._of_branch(LEASES))).scalars())
         done, leased = set[Key](), set[Key]()
         for table in self._tables:
-            named = table.c.group_id.in_(groups) if groups is not None else sa.true()
-            recent = table.c.batch_id.in_(self._batches(since)) if since is not None else sa.true()
             under_way = table.c.batch_id.in_(leases)
-            query = sa.select(table.c.mode, table.c.group_id, under_way).where(
-                *self._of_branch(table), table.c.run_id == run, named, recent
-            )
+            query = sa.select(table.c.mode, table.c.group_id, under_way).where(table.c.run_id == run)
+            if since is None:
+                named = table.c.group_id.in_(groups) if groups is not None else sa.true()
+                query = query.where(*self._of_branch(table), named)
+            else:
+                query = query.select_from(by_version(table)).where(*self._of_branch(VERSIONS), VERSIONS.c.version >= since)
             for mode, group, is_leased in connection.execute(query.distinct()):
                 (leased if is_leased else done).add((str(mode), str(group)))
         named = SKIPPED.c.group_id.in_(groups) if groups is not None else sa.true()
@@ -108,17 +110,6 @@ class ReadyGroups:
         )
         done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
         return _Finished(done, leased)
-
-    def _batches(self, since: int) -> sa.Select[tuple[str]]:
-        return sa.select(VERSIONS.c.batch_id).where(
-            *self._of_branch(VERSIONS), VERSIONS.c.version >= since, VERSIONS.c.batch_id.is_not(None)
-        )
-
-    def _oldest_open(self, connection: sa.Connection) -> int:
-        """Return the version of the step that is under way, else the policy's newest."""
-        newest = connection.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(VERSIONS.c.policy == self._settings.policy)).scalar()
-        lease = connection.execute(sa.select(LEASES.c.version).where(*self._of_branch(LEASES))).scalar()
-        return min(version for version in (newest or 0, lease) if version is not None)
 
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c.policy == self._settings.policy, table.c.branch == self._settings.branch]

@@ -5,7 +5,7 @@ Invariant: each function runs inside a transaction of the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -83,10 +83,16 @@ def claimed(
         query = (
             sa.select(table.run_id, table.rollout_id, table.attempt, table.group_id, VERSIONS.c.version)
             .join(VERSIONS, VERSIONS.c.batch_id == table.batch_id)
-            .where(*in_branch, sa.tuple_(table.run_id, table.rollout_id, table.attempt).in_(by_key), table.batch_id.not_in(leased))
+            .where(*in_branch, *_among(by_key), table.batch_id.not_in(leased))
         )
         for run, name, attempt, group, version in transaction.execute(query):
-            yield by_key[run, name, attempt].group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
+            if rollout := by_key.get((run, name, attempt)):
+                yield rollout.group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
+
+
+def _among(keys: Collection[tuple[str, str, int]]) -> list[sa.ColumnElement[bool]]:
+    """Return conditions that the keys' rows meet, and few others: SQLite finds no row of tuples by the primary key."""
+    return [BATCH_ROLLOUTS.c.run_id.in_({run for run, _, _ in keys}), BATCH_ROLLOUTS.c.rollout_id.in_({name for _, name, _ in keys})]
 
 
 def finished(
@@ -106,6 +112,21 @@ def finished(
     taken = [sa.select(table.c.mode, table.c.group_id).where(*equal_to(table, of_run)) for table in tables]
     skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(*equal_to(SKIPPED, {**of_run, "build_spec": build_spec}))
     return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
+
+
+def by_version(table: sa.Table) -> sa.Join:
+    """Return VERSIONS with the rows of BATCH_ROLLOUTS or FILE_BATCH_ROLLOUTS that made each, for queries of a few versions.
+
+    Given the batches of these as a subquery, SQLite would read every rollout of a branch.
+    """
+    return VERSIONS.join(table, table.c.batch_id == VERSIONS.c.batch_id)
+
+
+def oldest_open(transaction: sa.Connection, policy: str, branch: str) -> int:
+    """Return the version of the branch's step that is under way, else the policy's newest; those before it are final."""
+    newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(VERSIONS.c.policy == policy)).scalar()
+    lease = transaction.execute(sa.select(LEASES.c.version).where(*equal_to(LEASES, {"policy": policy, "branch": branch}))).scalar()
+    return min(version for version in (newest or 0, lease) if version is not None)
 
 
 def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:

@@ -12,6 +12,7 @@ demand could not be used in time. A group that was cancelled is counted by neith
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from spangrad.client.demand import Demand, state
 from spangrad.errors import QueueError
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
+from trainer.ledger.batch_rollouts import by_version, oldest_open
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, SKIPPED, VERSIONS, equal_to
@@ -147,8 +149,97 @@ def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str, 
             Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
         )
 
-    key = ("consumed", settings.policy, settings.branch, settings.run_id, build_spec, settings.sampling.retrain_finetuned)
-    return ledger.database.remembered(key, read, pending)
+    with ledger.database.reading() as connection:
+        return read(connection)
+
+
+class Consumption:
+    """Reader of the consumed groups, which reads history once, and after that the versions that may have changed.
+
+    Invariant: `read` returns what `consumed_groups` does. Versions before the oldest open one are final, and a group's skip names the
+    newest version of its time, unless the ledger says that groups were freed: then history is read again.
+    """
+
+    def __init__(self, ledger: Ledger, settings: TrainerSettings, build_spec: str) -> None:
+        """Read nothing yet; arguments as of `consumed_groups`."""
+        self._ledger = ledger
+        self._build_spec = build_spec
+        self._branch = {"policy": settings.policy, "branch": settings.branch}
+        self._run = {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
+        self._tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
+        self._lock = threading.Lock()
+        self._forget(None)
+
+    def _forget(self, freed: int | None) -> None:
+        self._freed = freed
+        """The ledger's newest transaction that freed groups, when it was read last. None: it was not read yet."""
+        self._since = 0
+        """Oldest version that may have changed since."""
+        self._steps = 0
+        """Number of committed versions before `_since` that batches made."""
+        self._trained = set[str]()
+        """Groups of those."""
+        self._skipped = dict[str, SkipReason]()
+        """Other groups that were skipped before `_since`."""
+        self._reasons = Counter[SkipReason]()
+
+    def read(self, pending: str | None = None) -> ConsumedGroups:
+        """Return the consumed groups; `pending` as of `consumed_groups`."""
+        with self._lock:
+            return self._ledger.database.remembered(self, lambda connection: self._read(connection, pending), pending)
+
+    def _read(self, connection: sa.Connection, pending: str | None) -> ConsumedGroups:
+        freed, until = self._ledger.database.changes(connection)[1], oldest_open(connection, **self._branch)
+        if freed != self._freed:
+            self._forget(freed)
+        steps, trained = self._read_trained(connection, pending)
+        skipped = self._read_skipped(connection)
+        reasons = self._reasons.copy()
+        for group in trained.keys() & self._skipped.keys():
+            reasons[self._skipped[group]] -= 1
+        for group, (reason, _) in skipped.items():
+            reasons[reason] += group not in trained and group not in self._trained and group not in self._skipped
+        new = sum(group not in self._trained for group in trained)
+        known = ConsumedGroups(self._steps + len(steps), len(self._trained) + new, +reasons)
+        self._close(until, steps, trained, skipped)
+        return known
+
+    def _close(self, until: int, steps: Sequence[int], trained: Mapping[str, int], skipped: Mapping[str, tuple[SkipReason, int]]) -> None:
+        """Keep what was read of the versions before `until`, which are final, for good."""
+        self._steps += sum(version < until for version in steps)
+        for group, version in trained.items():
+            if version < until:
+                self._trained.add(group)
+                if reason := self._skipped.pop(group, None):
+                    self._reasons[reason] -= 1
+        for group, (reason, version) in skipped.items():
+            if version < until and group not in self._trained and group not in self._skipped:
+                self._skipped[group] = reason
+                self._reasons[reason] += 1
+        self._since = until
+
+    def _read_trained(self, connection: sa.Connection, pending: str | None) -> tuple[list[int], dict[str, int]]:
+        """Return the versions from `_since` on that are committed or pending, and the groups that they trained, with the oldest of each."""
+        branch, counted = (
+            equal_to(VERSIONS, self._branch),
+            sa.or_(VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id == (pending or "")),
+        )
+        steps = sa.select(VERSIONS.c.version).where(*branch, VERSIONS.c.version >= self._since, counted, VERSIONS.c.batch_id.is_not(None))
+        trained: dict[str, int] = {}
+        for table in self._tables:
+            query = sa.select(table.c.group_id, VERSIONS.c.version).select_from(by_version(table)).distinct()
+            recent = query.where(*branch, VERSIONS.c.version >= self._since, counted, *equal_to(table, self._run))
+            for group, version in connection.execute(recent):
+                trained[group] = min(version, trained.get(group, version))
+        return [*connection.execute(steps).scalars()], trained
+
+    def _read_skipped(self, connection: sa.Connection) -> dict[str, tuple[SkipReason, int]]:
+        """Return the groups that were skipped since `_since`, with the reason and the newest version of that time."""
+        facts = {**self._branch, **self._run, "build_spec": self._build_spec}
+        query = sa.select(SKIPPED.c.group_id, SKIPPED.c.reason, SKIPPED.c.version).where(
+            *equal_to(SKIPPED, facts), SKIPPED.c.version >= self._since
+        )
+        return {group: (SkipReason(reason), version) for group, reason, version in connection.execute(query)}
 
 
 class DemandReporter:
@@ -158,7 +249,7 @@ class DemandReporter:
         """Prepare for the trainer's branch; nothing is reported yet."""
         self._settings = settings
         self._branch = branch
-        self._build_spec = build_spec
+        self._consumption = Consumption(branch.ledger, settings.trainer, build_spec)
         self._reported: Demand | None = None
         self._quiet_until = 0.0
         self._outage = Outage("the queue")
@@ -203,4 +294,4 @@ class DemandReporter:
         }
 
     def _consumed(self) -> ConsumedGroups:
-        return consumed_groups(self._branch.ledger, self._settings.trainer, self._build_spec, self._branch.pending_batch)
+        return self._consumption.read(self._branch.pending_batch)

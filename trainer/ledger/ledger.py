@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.file_batches import FileBatch
-from trainer.ledger.lineage import ancestry
+from trainer.ledger.lineage import VersionLine, ancestry, head_of, parents
 from trainer.ledger.skipped_groups import SkippedGroups
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, VERSIONS, LedgerDatabase, LedgerVersion, equal_to, version_of
 
@@ -78,6 +78,7 @@ class Ledger:
         self._holder = holder or this_process()
         self._watch = LeaseClock[str]()
         self.database = LedgerDatabase(location)
+        self._line = VersionLine(self.database, self._branch)
         self.skips = SkippedGroups(self.database, self._branch, settings or TrainerSettings())
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class Ledger:
         """Return the lineage that this branch would have if it had begun with these weights (`register_initial`)."""
         with self.database.reading() as transaction:
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
-            return [version] if branch is None else ancestry(self._parents(transaction), branch, version)
+            return [version] if branch is None else ancestry(parents(transaction, self._branch["policy"]), branch, version)
 
     def begin(self, rollouts: Sequence[BatchRollout], parent: int | None = None, *, files: FileBatch | None = None) -> BatchLease | None:
         """Lease rollouts to a new batch, and assign the number of the version that it will make.
@@ -237,6 +238,7 @@ class Ledger:
                 return False
             for version in versions:
                 self._undo(transaction, version.policy_version.batch_id or "")
+            self.database.note_freed(transaction)
             transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=head))
         return True
 
@@ -263,10 +265,11 @@ class Ledger:
             return batch_rollouts.finished(connection, self._branch, run_id, build_spec, finetuned=finetuned)
 
     @repeated
-    def versions(self) -> list[LedgerVersion]:
-        """Return all versions, oldest first."""
+    def versions(self, numbers: Collection[int] | None = None) -> list[LedgerVersion]:
+        """Return the versions of some numbers, oldest first. None: all of them, which takes time where steps are many."""
+        where = self._of_branch(VERSIONS) if numbers is None else [*self._of_branch(VERSIONS), VERSIONS.c.version.in_(numbers)]
         with self.database.reading() as transaction:
-            rows = transaction.execute(sa.select(VERSIONS).where(*self._of_branch(VERSIONS)).order_by(VERSIONS.c.version)).mappings()
+            rows = transaction.execute(sa.select(VERSIONS).where(*where).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
     @repeated
@@ -282,12 +285,7 @@ class Ledger:
 
     def statuses(self) -> Mapping[int, VersionStatus | None]:
         """Return the status of each version by its number, oldest first; None: its step is under way."""
-        query = sa.select(VERSIONS.c.version, VERSIONS.c.status).where(*self._of_branch(VERSIONS)).order_by(VERSIONS.c.version)
-
-        def read(connection: sa.Connection) -> dict[int, VersionStatus | None]:
-            return {version: VersionStatus(status) if status else None for version, status in connection.execute(query)}
-
-        return self.database.remembered("statuses", read)
+        return self._line.statuses()
 
     def frontier(self) -> LedgerVersion | None:
         """Return the branch's head: the version that the next step trains. None: training has not begun."""
@@ -305,11 +303,7 @@ class Ledger:
         Args:
             version: of the branch. None: the head.
         """
-
-        def read(reader: sa.Connection) -> list[int]:
-            return ancestry(self._parents(reader), self._branch["branch"], self._head(reader) if version is None else version)
-
-        return list(self.database.remembered(("lineage", version), read))
+        return self._line.lineage(version)
 
     def parents_of_other_branches(self) -> set[int]:
         """Return the versions of this branch that are heads of other branches, which began with them: their files are still needed.
@@ -361,7 +355,7 @@ class Ledger:
         return VERSIONS.c.policy == self._branch["policy"]
 
     def _head(self, transaction: sa.Connection) -> int | None:
-        return transaction.execute(sa.select(HEADS.c.version).where(*self._of_branch(HEADS))).scalar()
+        return head_of(transaction, self._branch)
 
     def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
         return transaction.execute(sa.select(LEASES).where(*self._of_branch(LEASES))).mappings().first()
@@ -376,11 +370,6 @@ class Ledger:
         for table in (BATCH_ROLLOUTS, LEASES):
             transaction.execute(table.delete().where(table.c.batch_id == batch))
         file_batches.undo(transaction, batch)
-
-    def _parents(self, transaction: sa.Connection) -> dict[tuple[str, int], tuple[str, int | None]]:
-        columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent_branch, VERSIONS.c.parent)
-        rows = transaction.execute(sa.select(*columns).where(self._policy()))
-        return {(branch, version): (parent_branch, parent) for branch, version, parent_branch, parent in rows}
 
     def _beginning(self, transaction: sa.Connection, checksum: str, path: str, tokenizer_hash: str) -> tuple[int, str | None]:
         """Return the version number of initial weights, and the branch that committed them (None: they are new)."""

@@ -18,7 +18,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.optimizer_state import steps_since_state
 from trainer.ledger.tables import FILE as LEDGER_FILE
 from trainer.ledger.tables import LedgerVersion, ledger_location
-from trainer.monitor.evaluate import best
+from trainer.monitor.evaluate import best_version
 from trainer.publish import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -116,11 +116,12 @@ def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
 
 def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> list[Path]:
     """Return the directories of the versions that led to one, oldest first: `count` at most, up to the first that was removed."""
-    paths = {known.version: Path(known.policy_version.path) for known in ledger.versions() if known.status is VersionStatus.COMMITTED}
     lineage = ledger.lineage()
     before = lineage[: lineage.index(version.version)] if version.version in lineage else []
-    directories = [paths.get(number) for number in reversed(before)]
-    return [path for path in takewhile(lambda path: path is not None and path.is_dir(), directories[:count]) if path][::-1]
+    newest = before[max(len(before) - count, 0) :]
+    paths = {known.version: Path(known.policy_version.path) for known in ledger.versions(newest) if known.status is VersionStatus.COMMITTED}
+    directories = [paths.get(number) for number in reversed(newest)]
+    return [path for path in takewhile(lambda path: path is not None and path.is_dir(), directories) if path][::-1]
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:
@@ -137,9 +138,11 @@ def prune(ledger: Ledger, settings: Settings) -> None:
 
 def _prune(ledger: Ledger, settings: Settings) -> None:
     trainer, head = settings.trainer, ledger.frontier()
-    versions = [version for version in ledger.versions() if version.status is VersionStatus.COMMITTED]
-    named = head, best(versions, trainer), *versions[-max(trainer.checkpoint.keep, 1) :]
-    kept = ledger.pinned() | ledger.parents_of_other_branches() | {version.version for version in named if version}
+    there = checkpoint.versions_on_disk(trainer.directory, trainer.policy, trainer.branch)
+    versions = [version for version in ledger.versions(there) if version.status is VersionStatus.COMMITTED]
+    newest = ledger.committed_versions()[-max(trainer.checkpoint.keep, 1) :]
+    named = {version.version for version in (head, best_version(ledger, trainer)) if version}
+    kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
     bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
     old = [version.version for version in versions if version.version not in kept | bases]
     checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)

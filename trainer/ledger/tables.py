@@ -50,6 +50,9 @@ VERSIONS = sa.Table(
     sa.Column("path", sa.String, nullable=False, server_default=""),
     sa.Column("tokenizer_hash", sa.String, nullable=False, server_default=""),
     sa.Column("metrics", sa.String, nullable=False, server_default="{}"),
+    # All but what is long: whoever follows the line of versions reads no metrics.
+    sa.Index("versions_in_short", *BRANCH, "version", "status", "batch_id", "parent_branch", "parent"),
+    sa.Index("versions_by_number", "policy", "version"),
 )
 HEADS = sa.Table(
     "heads",
@@ -142,7 +145,7 @@ CHANGES = sa.Table(
     METADATA,
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("number", sa.BigInteger, nullable=False, comment="transactions that have changed a row, of any policy"),
-    sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that took a row out of skipped_groups"),
+    sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that freed skipped or trained groups"),
     comment="one row, by which a reader of the ledger sees that it is unchanged",
 )
 
@@ -235,8 +238,13 @@ class LedgerDatabase(AnyDatabase):
 
         return self.retries(newest)
 
+    @staticmethod
+    def note_freed(connection: sa.Connection) -> None:
+        """Count the transaction as one that frees groups of committed batches; taking a row out of skipped_groups is noticed."""
+        connection.info.setdefault(_CHANGED, set[str]()).add(SKIPPED.name)
+
     def changes(self, connection: sa.Connection) -> tuple[int, int]:
-        """Return the number of transactions that have changed a row, and of the newest that took a row out of skipped_groups."""
+        """Return the number of transactions that have changed a row, and of the newest that freed skipped or trained groups."""
         number, restored = connection.execute(_CHANGES_READ).one()
         return int(number), int(restored)
 

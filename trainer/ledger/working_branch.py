@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spangrad.settings import Settings
-from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.recovery import newest_version, undo_leases
@@ -55,12 +54,13 @@ class WorkingBranch:
         pending, committed = self.pending, self.ledger.lineage()
         return [*(number for number in committed if number < pending.version), pending.version] if pending else committed
 
-    def versions(self) -> list[LedgerVersion]:
-        """Return the committed versions of the branch, oldest first, and the pending one."""
+    def newest(self, count: int) -> list[LedgerVersion]:
+        """Return the newest versions that the branch has committed, so many at most, oldest first; a pending one is the last."""
         pending = self.pending
-        number = pending.version if pending else None
-        known = [row for row in self.ledger.versions() if row.status is VersionStatus.COMMITTED and row.version != number]
-        return [*known, pending] if pending else known
+        numbers = [number for number in self.ledger.committed_versions() if not pending or number != pending.version]
+        left = max(count - (pending is not None), 0)
+        known = self.ledger.versions(numbers[-left:]) if left else []
+        return [*known, pending] if pending and count > 0 else known
 
     def steps(self) -> int:
         """Return the number of steps that the branch has made."""

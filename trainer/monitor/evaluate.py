@@ -24,6 +24,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.batch_metrics import succeeded, sums, weighted_return
 from trainer.monitor.ratings import Competitor, Score, ratings, scores_of
+from trainer.publish.checkpoint import versions_on_disk
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -80,8 +81,8 @@ class Evaluation:
         measured, newest = self.measure(ledger), ledger.frontier()
         for version in measured:
             watchers.evaluated(version, newest.version if newest else version.version)
-        if measured and (best_version := best(ledger.versions(), self._settings)):
-            logger.info("%s", describe_best(best_version, self._settings))
+        if measured and (chosen := best_version(ledger, self._settings)):
+            logger.info("%s", describe_best(chosen, self._settings))
         return [*measured, *self.rate(ledger)]
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
@@ -91,8 +92,8 @@ class Evaluation:
     def _changed(self, ledger: Ledger, by_version: Mapping[int, Mapping[str, float]]) -> list[LedgerVersion]:
         """Write metrics by version into the ledger; return the versions that changed, oldest first."""
         changed: list[LedgerVersion] = []
-        for version in ledger.versions() if by_version else ():
-            metrics = by_version.get(version.version, {})
+        for version in ledger.versions(by_version) if by_version else ():
+            metrics = by_version[version.version]
             if version.status is VersionStatus.COMMITTED and metrics.items() - version.metrics.items():
                 ledger.add_metrics(version.version, dict(metrics))
                 changed.append(replace(version, metrics={**version.metrics, **metrics}))
@@ -164,6 +165,12 @@ def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) 
         "validate_success": fmean(succeeded(row, settings) for row in rows),
         **{f"validate_reward_{name}": fmean(row[name] for row in rows if name in row) for name in names},
     }
+
+
+def best_version(ledger: Ledger, settings: TrainerSettings) -> LedgerVersion | None:
+    """Return the `best` of a branch, of which only the versions whose weights are still there are read."""
+    beginning = [*ledger.statuses()][:1]  # its weights lie where the user put them
+    return best(ledger.versions([*beginning, *versions_on_disk(settings.directory, settings.policy, settings.branch)]), settings)
 
 
 def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:

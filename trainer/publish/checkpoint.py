@@ -236,6 +236,11 @@ def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapp
             remove(directory, policy, branch, _number(path))
 
 
+def versions_on_disk(directory: Path, policy: str, branch: str) -> list[int]:
+    """Return the numbers of a branch's versions whose directories are there, in order."""
+    return sorted(number for path in branch_directory(directory, policy, branch).glob("v*") if (number := _number(path)) >= 0)
+
+
 def _number(path: Path) -> int:
     """Return the number of the version that a directory is named after; -1 where it is named after none."""
     digits = path.name.rpartition("v")[2]

@@ -1,0 +1,109 @@
+"""Steps after a long history: what a step asks of the ledger does not grow with the number of steps before it."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from spangrad.types import VersionStatus
+from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
+from trainer.ledger.demand import consumed_groups
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, VERSIONS
+from trainer.loop import Trainer
+
+GROUPS = 4
+"""Groups that each past step has trained, of two rollouts each."""
+INSTRUCTIONS = 10
+"""Instructions of SQLite's machine that are counted at once."""
+OF_BRANCH = {"policy": "policy", "branch": "main"}
+
+
+def trainer_after(steps: int, directory: Path, max_staleness: int) -> Trainer:
+    """Return a trainer whose branch has made so many steps; of the weights, the newest are still there."""
+    directory.mkdir()
+    chosen = settings(write_base(directory / "base"), directory / "own", max_staleness=max_staleness)
+    first = wired(chosen, FakeSource(["a", "b"]))
+    first.run(follow=False)
+    facts = {**OF_BRANCH, "parent_branch": "main", "run_id": "run", "modes": "train", "status": VersionStatus.COMMITTED}
+    head = first.ledger.frontier()
+    assert head
+    newest = Path(head.policy_version.path).with_name(f"v{steps}")
+    shutil.copytree(head.policy_version.path, newest)
+    versions: list[dict[str, Any]] = [
+        {**facts, "version": number, "parent": number - 1, "batch_id": f"b{number}", "tokenizer_hash": head.tokenizer_hash}
+        | {"path": str(newest) if number == steps else f"/gone/v{number}", "checksum": head.policy_version.checksum}
+        for number in range(2, steps + 1)
+    ]
+    of_run = {**OF_BRANCH, "run_id": "run", "mode": "train", "build_spec": SPEC, "attempt": 0, "revision": 0}
+    rollouts: list[dict[str, Any]] = [
+        {**of_run, "batch_id": f"b{number}", "group_id": f"g{number}-{place // 2}", "rollout_id": f"g{number}-{place // 2}-{place % 2}"}
+        for number in range(2, steps + 1)
+        for place in range(2 * GROUPS)
+    ]
+    with first.ledger.database.transaction() as transaction:
+        transaction.execute(VERSIONS.insert(), versions)
+        transaction.execute(BATCH_ROLLOUTS.insert(), rollouts)
+        transaction.execute(HEADS.update().values(version=steps))
+    first.close()
+    first.ledger.close()
+    trainer = wired(chosen, FakeSource([], version=steps))
+    train(trainer, "c", "d")  # history is read once
+    return trainer
+
+
+def train(trainer: Trainer, *names: str) -> None:
+    """Make a step of two groups."""
+    head = trainer.branch.head()
+    assert isinstance(trainer.source, FakeSource)
+    trainer.source.names, trainer.source.version = [*names], head.version
+    trainer.source.changes = {name: {"TokenizerHash": head.tokenizer_hash} for name in names}
+    trainer.run(follow=False)
+    assert trainer.branch.steps() == head.version + 1
+
+
+def work(trainer: Trainer, *names: str) -> int:
+    """Make a step, and return what SQLite did for it, in tens of instructions."""
+    counted, lock = 0, threading.Lock()
+
+    def count() -> int:
+        nonlocal counted
+        with lock:
+            counted += 1
+        return 0
+
+    def watch(connection: Any, *_: object) -> None:
+        connection.set_progress_handler(count, INSTRUCTIONS)
+
+    def leave(connection: Any, *_: object) -> None:
+        connection.set_progress_handler(None, INSTRUCTIONS)
+
+    watched = {"checkout": watch, "checkin": leave}
+    pool = trainer.ledger.database.engine.pool
+    for name, act in watched.items():
+        event.listen(pool, name, act)
+    try:
+        train(trainer, *names)
+    finally:
+        for name, act in watched.items():
+            event.remove(pool, name, act)
+    return counted
+
+
+@pytest.mark.parametrize("max_staleness", [0, 3])
+def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp_path: Path, max_staleness: int) -> None:
+    counts: list[int] = []
+    for steps in (30, 3000):
+        trainer = trainer_after(steps, tmp_path / f"{steps}", max_staleness)
+        counts.append(work(trainer, "e", "f"))
+        consumed = consumed_groups(trainer.ledger, trainer.settings.trainer, SPEC)
+        assert (consumed.steps, consumed.trained) == (steps + 2, GROUPS * (steps - 1) + 6)
+        assert trainer.demand.figures(0)["groups_wanted"] >= consumed.groups
+        trainer.close()
+        trainer.ledger.close()
+    assert counts[0] > 0
+    assert counts[1] <= 1.2 * counts[0], counts
