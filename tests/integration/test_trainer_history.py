@@ -13,11 +13,12 @@ from sqlalchemy import event
 from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
 from trainer.ledger.demand import consumed_groups
-from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, VERSIONS
+from trainer.ledger.skips import SkipReason
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, SKIPPED, VERSIONS
 from trainer.loop import Trainer
 
 GROUPS = 4
-"""Groups that each past step has trained, of two rollouts each."""
+"""Groups that each past step has trained, of two rollouts each; as many were skipped."""
 INSTRUCTIONS = 10
 """Instructions of SQLite's machine that are counted at once."""
 OF_BRANCH = {"policy": "policy", "branch": "main"}
@@ -45,8 +46,21 @@ def trainer_after(steps: int, directory: Path, max_staleness: int) -> Trainer:
         for number in range(2, steps + 1)
         for place in range(2 * GROUPS)
     ]
+    of_skip = {**OF_BRANCH, "run_id": "run", "mode": "train", "build_spec": SPEC, "reason": SkipReason.EQUAL.value, "detail": ""}
+    skipped: list[dict[str, Any]] = [
+        {
+            **of_skip,
+            "group_id": f"s{number}-{place}",
+            "basis": first.ledger.skips.bases[SkipReason.EQUAL],
+            "version": number,
+            "skipped_at": 0,
+        }
+        for number in range(2, steps + 1)
+        for place in range(GROUPS)
+    ]
     with first.ledger.database.transaction() as transaction:
         transaction.execute(VERSIONS.insert(), versions)
+        transaction.execute(SKIPPED.insert(), skipped)
         transaction.execute(BATCH_ROLLOUTS.insert(), rollouts)
         transaction.execute(HEADS.update().values(version=steps))
     first.close()

@@ -82,14 +82,14 @@ class ReadyGroups:
                 finished = self._finished(connection, build_spec, self._newest, None)
                 done, self._leased = finished.done, finished.leased
             for start in range(0, len(new), _KEYS_A_STATEMENT):
-                finished = self._finished(connection, build_spec, None, [group for _, group in new[start : start + _KEYS_A_STATEMENT]])
+                finished = self._finished(connection, build_spec, None, new[start : start + _KEYS_A_STATEMENT])
                 done |= finished.done
                 self._leased |= finished.leased
         self._newest = oldest_open(connection, self._settings.policy, self._settings.branch)
         return done & keys
 
-    def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, groups: Sequence[str] | None) -> _Finished:
-        """Read which groups may not be taken: all, those of versions from `since` on, or those of some ids."""
+    def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, keys: Sequence[Key] | None) -> _Finished:
+        """Read which groups may not be taken: all, those of versions from `since` on, or those of some keys, and few others."""
         run = self._settings.run_id
         leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*self._of_branch(LEASES))).scalars())
         done, leased = set[Key](), set[Key]()
@@ -97,19 +97,24 @@ class ReadyGroups:
             under_way = table.c.batch_id.in_(leases)
             query = sa.select(table.c.mode, table.c.group_id, under_way).where(table.c.run_id == run)
             if since is None:
-                named = table.c.group_id.in_(groups) if groups is not None else sa.true()
-                query = query.where(*self._of_branch(table), named)
+                query = query.where(*self._of_branch(table), _named(table, keys))
             else:
                 query = query.select_from(by_version(table)).where(*self._of_branch(VERSIONS), VERSIONS.c.version >= since)
             for mode, group, is_leased in connection.execute(query.distinct()):
                 (leased if is_leased else done).add((str(mode), str(group)))
-        named = SKIPPED.c.group_id.in_(groups) if groups is not None else sa.true()
         recent = SKIPPED.c.version >= since if since is not None else sa.true()
         query = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
-            *self._of_branch(SKIPPED), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, named, recent
+            *self._of_branch(SKIPPED), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, _named(SKIPPED, keys), recent
         )
         done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
         return _Finished(done, leased)
 
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return [table.c.policy == self._settings.policy, table.c.branch == self._settings.branch]
+
+
+def _named(table: sa.Table, keys: Sequence[Key] | None) -> sa.ColumnElement[bool]:
+    """Return the condition that a row is of a mode and an id of some keys. None: of any."""
+    if keys is None:
+        return sa.true()
+    return sa.and_(table.c.mode.in_({mode for mode, _ in keys}), table.c.group_id.in_([group for _, group in keys]))

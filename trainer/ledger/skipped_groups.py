@@ -138,14 +138,16 @@ class SkippedGroups:
         """
         failed = (
             sa.select(SKIPPED)
-            .where(
-                *equal_to(SKIPPED, self._branch), SKIPPED.c.run_id == run_id, SKIPPED.c.reason.in_([reason.value for reason in FAILURES])
-            )
+            .where(*equal_to(SKIPPED, self._branch), SKIPPED.c.run_id == run_id)
             .order_by(SKIPPED.c.version.desc(), SKIPPED.c.skipped_at.desc(), SKIPPED.c.group_id)
             .limit(window)
         )
         with self.database.reading() as connection:
-            rows = [_skipped(row) for row in connection.execute(failed).mappings()]
+            # One by one: asked for all of them at once, SQLite goes through every skip until it has found enough.
+            by_reason = [failed.where(SKIPPED.c.reason == reason.value) for reason in FAILURES]
+            failures = [_skipped(row) for query in by_reason for row in connection.execute(query).mappings()]
+            of_names = sorted(failures, key=lambda row: row.group.group_id)
+            rows = sorted(of_names, key=lambda row: (row.version, row.skipped_at), reverse=True)[:window]
             trained = self._trained(connection, run_id, window) if rows else []
         # At one number, what was trained comes first: groups are skipped after it, on their way into the next batch.
         events = [*((version, False, None) for version in trained), *((row.version, True, row) for row in rows)]

@@ -121,6 +121,7 @@ SKIPPED = sa.Table(
     sa.Column("version", sa.Integer, nullable=False, comment="newest number that the policy had handed out: what was skipped when"),
     sa.Column("skipped_at", sa.BigInteger, nullable=False, comment="microseconds since 1970, for people"),
     sa.Index("skipped_groups_by_version", *BRANCH, "version"),
+    sa.Index("skipped_groups_by_reason", *BRANCH, "run_id", "reason", "version"),
 )
 PINS = sa.Table(
     "pins",
