@@ -237,14 +237,14 @@ class Trainer:
 
     def _load(self, version: LedgerVersion) -> VerlOptimizer:
         """Return the optimizer with the weights of a version, loaded unless it holds them."""
-        moved = version.version != self.loaded.version
+        moved, before = version.version != self.loaded.version, self.loaded.version
         if self.optimizer is None or moved:
             self._close_optimizer()  # the old weights are freed before the new ones are loaded
             self.optimizer = self.load_optimizer(version)
         if moved:
             self.loaded = version
             self.state_schedule = StateSchedule(self.settings.trainer, self.ledger, version)
-            self._follow_up(self.mirror.catch_up)
+            self._follow_up(lambda: self.mirror.catch_up(before))
             logger.info("version %d is loaded: branch %s was moved there by another process", version.version, version.branch)
         return self.optimizer
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from sqlalchemy import event
 from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
 from trainer.ledger.demand import consumed_groups
+from trainer.ledger.ledger import Ledger
+from trainer.ledger.mirror import Mirror
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, SKIPPED, VERSIONS
 from trainer.loop import Trainer
@@ -121,3 +125,41 @@ def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp
         trainer.ledger.close()
     assert counts[0] > 0
     assert counts[1] <= 1.2 * counts[0], counts
+
+
+class WholeStore:
+    """Store that has what the ledger has."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        rows = ledger.versions()
+        self._versions = [(row.version, row.status, row.policy_version.checksum, row.metrics) for row in rows]
+        self._batches = {batch: len(ledger.batch(batch)) for row in rows if (batch := row.policy_version.batch_id)}
+
+    def query(self, sql: str, parameters: Mapping[str, object]) -> SimpleNamespace:
+        return SimpleNamespace(result_rows=self._versions if "policy_versions" in sql else [*self._batches.items()])
+
+
+def test_mirror_asks_for_all_batches_at_once(tmp_path: Path) -> None:
+    counts = [statements_of_catching_up(tmp_path / f"{steps}", steps) for steps in (30, 600)]
+    assert counts[0] == counts[1]
+    assert max(counts[0]) < 12
+
+
+def statements_of_catching_up(directory: Path, steps: int) -> list[int]:
+    """Return the number of statements by which a mirror finds that the store lacks nothing: of all versions, and of the newest."""
+    trainer = trainer_after(steps, directory, 0)
+    store: Any = WholeStore(trainer.ledger)
+    statements = list[str]()
+
+    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
+        statements.append(sql)
+
+    event.listen(trainer.ledger.database.engine, "before_cursor_execute", note)
+    counts: list[int] = []
+    for since in (0, steps):
+        statements.clear()
+        assert Mirror(store, "http://store", trainer.ledger).catch_up(since) == 0
+        counts.append(len(statements))
+    trainer.close()
+    trainer.ledger.close()
+    return counts

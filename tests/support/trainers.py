@@ -173,8 +173,8 @@ class FakeMirror(Mirror):
         self._ledger = ledger
         self.written: list[LedgerVersion] = []
 
-    def catch_up(self) -> int:
-        self.written += self._ledger.versions()
+    def catch_up(self, since: int = 0) -> int:
+        self.written += [version for version in self._ledger.versions() if version.version >= since]
         return len(self.written)
 
     def write(self, version: LedgerVersion) -> None:

@@ -38,10 +38,13 @@ _TOKEN_COLUMNS = ("RolloutId", "CallId", "TrainerLogprobs", "Entropies")
 _CALLS_AT_A_TIME = 256
 """Number of calls whose tokens are Python values at the same time."""
 _STORED_VERSIONS = """
-SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s
+SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL
+WHERE Policy = %(policy)s AND Branch = %(branch)s AND Version >= %(since)s
 """
 _BATCH_SIZES = """
-SELECT BatchId, count() FROM spangrad_internal.batches FINAL WHERE Policy = %(policy)s AND Branch = %(branch)s GROUP BY BatchId
+SELECT BatchId, count() FROM spangrad_internal.batches FINAL
+WHERE Policy = %(policy)s AND Branch = %(branch)s AND Version >= %(since)s
+GROUP BY BatchId
 """
 
 
@@ -54,13 +57,15 @@ class Mirror:
         self._url = url
         self._ledger = ledger
 
-    def catch_up(self) -> int:
-        """Write every version whose row is missing or different in the store, with its batch; return the number of versions."""
-        versions = [version for version in self._ledger.versions() if version.status]
+    def catch_up(self, since: int = 0) -> int:
+        """Write each version from a number on whose row is missing or different in the store, with its batch; return how many those are."""
+        numbers = [number for number in self._ledger.statuses() if number >= since] if since else None
+        versions = [version for version in self._ledger.versions(numbers) if version.status]
         if not versions:
             return 0
         facts = versions[0]
-        names = {"policy": facts.policy_version.policy, "branch": facts.branch}
+        names = {"policy": facts.policy_version.policy, "branch": facts.branch, "since": since}
+        sizes = self._ledger.batch_sizes(since)
         with store_errors(self._url):
             rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
@@ -72,7 +77,7 @@ class Mirror:
             if stored.get(version.version) != (version.status, version.policy_version.checksum, version.metrics)
             or (
                 version.status is VersionStatus.COMMITTED
-                and counts.get(version.policy_version.batch_id or "", 0) != self._batch_size(version)
+                and counts.get(version.policy_version.batch_id or "", 0) != sizes.get(version.policy_version.batch_id or "", 0)
             )
         ]
         for version in outdated:
@@ -92,10 +97,6 @@ class Mirror:
             if file_batch := file_batch_of(self._ledger.database, batch_id):
                 self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
         self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
-
-    def _batch_size(self, version: LedgerVersion) -> int:
-        batch_id = version.policy_version.batch_id
-        return len(self._ledger.batch(batch_id)) if batch_id else 0
 
     def _batch_rows(self, version: LedgerVersion, batch_id: str) -> list[list[object]]:
         names = [version.policy_version.policy, version.branch, batch_id, version.version]
