@@ -17,7 +17,7 @@ from trainer.data.source import GroupReader
 from trainer.ledger.demand import ConsumedGroups, consumed_groups, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
-from trainer.monitor.evaluate import best_version, describe_best
+from trainer.monitor.evaluate import best, describe_best, versions_with_weights
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -49,7 +49,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
     consumed = consumed_groups(ledger, trainer, source.build_spec) if ledger else ConsumedGroups(0, 0, {})
     planned_steps = max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
     consumed = replace(consumed, steps=consumed.steps + planned_steps)
-    best = best_version(ledger, trainer) if ledger else None
+    best_version = best(versions_with_weights(ledger, trainer), trainer) if ledger else None
     return TrainPlan(
         policy=trainer.policy,
         branch=trainer.branch,
@@ -61,7 +61,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),
-        best=describe_best(best, trainer) if best else "",
+        best=describe_best(best_version, trainer) if best_version else "",
     )
 
 

@@ -142,15 +142,12 @@ def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str, 
         .group_by(SKIPPED.c.reason)
     )
 
-    def read(connection: sa.Connection) -> ConsumedGroups:
+    with ledger.database.reading() as connection:
         return ConsumedGroups(
             connection.execute(sa.select(sa.func.count()).select_from(committed.subquery())).scalar_one(),
             connection.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
             Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
         )
-
-    with ledger.database.reading() as connection:
-        return read(connection)
 
 
 class Consumption:

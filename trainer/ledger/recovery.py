@@ -18,7 +18,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.optimizer_state import steps_since_state
 from trainer.ledger.tables import FILE as LEDGER_FILE
 from trainer.ledger.tables import LedgerVersion, ledger_location
-from trainer.monitor.evaluate import best_version
+from trainer.monitor.evaluate import best, versions_with_weights
 from trainer.publish import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -138,10 +138,9 @@ def prune(ledger: Ledger, settings: Settings) -> None:
 
 def _prune(ledger: Ledger, settings: Settings) -> None:
     trainer, head = settings.trainer, ledger.frontier()
-    there = checkpoint.versions_on_disk(trainer.directory, trainer.policy, trainer.branch)
-    versions = [version for version in ledger.versions(there) if version.status is VersionStatus.COMMITTED]
+    versions = [version for version in versions_with_weights(ledger, trainer) if version.status is VersionStatus.COMMITTED]
     newest = ledger.committed_versions()[-max(trainer.checkpoint.keep, 1) :]
-    named = {version.version for version in (head, best_version(ledger, trainer)) if version}
+    named = {version.version for version in (head, best(versions, trainer)) if version}
     kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
     bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
     old = [version.version for version in versions if version.version not in kept | bases]

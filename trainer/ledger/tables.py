@@ -50,7 +50,7 @@ VERSIONS = sa.Table(
     sa.Column("path", sa.String, nullable=False, server_default=""),
     sa.Column("tokenizer_hash", sa.String, nullable=False, server_default=""),
     sa.Column("metrics", sa.String, nullable=False, server_default="{}"),
-    # All but what is long: whoever follows the line of versions reads no metrics.
+    # Covers lineage and statuses, so that these reads skip the metrics, which are long.
     sa.Index("versions_in_short", *BRANCH, "version", "status", "batch_id", "parent_branch", "parent"),
     sa.Index("versions_by_number", "policy", "version"),
 )
@@ -218,10 +218,10 @@ class LedgerDatabase(AnyDatabase):
         with super().transaction() as connection:
             connection.info.pop(_CHANGED, None)
             yield connection
-            tables = connection.info.pop(_CHANGED, None)
-            if tables is not None:
+            freed = connection.info.pop(_CHANGED, None)
+            if freed is not None:
                 number = CHANGES.c.number + 1
-                connection.execute(CHANGES.update().values(number=number, **({"restored": number} if SKIPPED.name in tables else {})))
+                connection.execute(CHANGES.update().values(number=number, **({"restored": number} if freed else {})))
                 connection.info.pop(_CHANGED, None)
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T], given: Hashable = None) -> T:
@@ -242,7 +242,7 @@ class LedgerDatabase(AnyDatabase):
     @staticmethod
     def note_freed(connection: sa.Connection) -> None:
         """Count the transaction as one that frees groups of committed batches; taking a row out of skipped_groups is noticed."""
-        connection.info.setdefault(_CHANGED, set[str]()).add(SKIPPED.name)
+        connection.info[_CHANGED] = True
 
     def changes(self, connection: sa.Connection) -> tuple[int, int]:
         """Return the number of transactions that have changed a row, and of the newest that freed skipped or trained groups."""
@@ -251,11 +251,10 @@ class LedgerDatabase(AnyDatabase):
 
 
 def _note_change(connection: sa.Connection, statement: object, *_: object) -> None:
-    """Record in a connection that a statement changes rows, and the tables that it deletes from."""
+    """Record in a connection that a statement changes rows, and whether one has taken rows out of skipped_groups."""
     if isinstance(statement, sa.Insert | sa.Update | sa.Delete):
-        tables: set[str] = connection.info.setdefault(_CHANGED, set[str]())
-        if isinstance(statement, sa.Delete) and isinstance(statement.table, sa.Table):
-            tables.add(statement.table.name)
+        frees = isinstance(statement, sa.Delete) and statement.table is SKIPPED
+        connection.info[_CHANGED] = connection.info.get(_CHANGED, False) or frees
 
 
 def _url(location: Path | str) -> sa.URL:

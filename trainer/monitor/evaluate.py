@@ -81,7 +81,7 @@ class Evaluation:
         measured, newest = self.measure(ledger), ledger.frontier()
         for version in measured:
             watchers.evaluated(version, newest.version if newest else version.version)
-        if measured and (chosen := best_version(ledger, self._settings)):
+        if measured and (chosen := best(versions_with_weights(ledger, self._settings), self._settings)):
             logger.info("%s", describe_best(chosen, self._settings))
         return [*measured, *self.rate(ledger)]
 
@@ -167,10 +167,10 @@ def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) 
     }
 
 
-def best_version(ledger: Ledger, settings: TrainerSettings) -> LedgerVersion | None:
-    """Return the `best` of a branch, of which only the versions whose weights are still there are read."""
+def versions_with_weights(ledger: Ledger, settings: TrainerSettings) -> list[LedgerVersion]:
+    """Return the versions of a branch whose directories are still there, and the one that it began with, oldest first."""
     beginning = [*ledger.statuses()][:1]  # its weights lie where the user put them
-    return best(ledger.versions([*beginning, *versions_on_disk(settings.directory, settings.policy, settings.branch)]), settings)
+    return ledger.versions([*beginning, *versions_on_disk(settings.directory, settings.policy, settings.branch)])
 
 
 def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:
