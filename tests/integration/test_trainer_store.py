@@ -25,11 +25,8 @@ from trainer.data.group_checks import find_skips
 from trainer.data.source import BatchRollout, Group, GroupReader
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import Skip, SkipReason
-from trainer.monitor.batch_metrics import batch_metrics
 from trainer.monitor.batch_times import batch_times
-from trainer.monitor.evaluate import Evaluation
 from trainer.run import train
 
 SPEC = BuilderSettings().spec
@@ -275,44 +272,6 @@ def test_selections_train_several_policies_from_same_spans(settings: Settings, w
     assert len(checksums) == 3
     spans = "SELECT Branch, uniqExact(RolloutId) FROM spangrad.lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
     assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
-
-
-def test_success_of_rollout_with_reward_0_ignores_other_rewards(settings: Settings, world: BuiltRollouts, run: str):
-    """ClickHouse's sumMap forgets names whose sum is 0."""
-    reward = {"Name": "tool_ok", "Value": 1.0, "Source": "air", "CallId": "", "Role": "", "Turn": 0}
-    paid = {f"Rewards.{name}": [value] for name, value in reward.items()}
-    world.group("v", [1.0, 0.0, 0.0, 0.0], Mode="validate", Version=0, calls=({**paid}, {}))
-    ledger = open_ledger(settings)
-    newest = prepare(ledger, settings)
-    (measured,) = Evaluation(world.client, settings, SPEC).measure(ledger)
-    ledger.close()
-    assert measured.version == newest.version == 0
-    assert measured.metrics == {
-        "validate_rollouts": 4.0, "validate_return": 1.25, "validate_success": 0.25, "validate_reward_reward": 0.25,
-        "validate_reward_tool_ok": 1.0,
-    }  # fmt: skip
-    batch = source(settings, world).load([Group(run, "validate", SPEC, "v")])
-    assert batch_metrics(batch, settings.trainer, [0])["success"] == 0.25
-
-
-def test_evaluation_rates_versions_by_role_from_held_out_games(settings: Settings, world: BuiltRollouts, run: str):
-    """Four games that `first` wins, against an older version of the same number; then what was read is rated once."""
-    won = {"Name": "reward", "Value": 1.0, "Source": "evaluation_event", "CallId": "", "Role": "first", "Turn": 0}
-    paid = {f"Rewards.{name}": [value] for name, value in won.items()}
-    world.group(
-        "v", [0.0] * 4, Mode="validate", Version=0, calls=({**paid, "AgentName": "first"}, {"AgentName": "second", "Policy": "past"})
-    )
-    chosen = settings.model_copy(update={"trainer": changed(settings.trainer, {"past_policy": "past"})})
-    ledger = open_ledger(chosen)
-    prepare(ledger, chosen)
-    evaluation = Evaluation(world.client, chosen, SPEC)
-    assert evaluation.rate(ledger) == []
-    evaluation.measure(ledger)
-    (rated,) = evaluation.rate(ledger)
-    assert evaluation.rate(ledger) == []
-    ledger.close()
-    assert rated.metrics["validate_rating_first"] == -rated.metrics["validate_rating_second"] > 100
-    assert rated.metrics["validate_return"] == 1.0
 
 
 def test_train_once_from_store_to_committed_version(

@@ -13,17 +13,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings, TrainerSettings
-from spangrad.store.clickhouse import store_errors
-from spangrad.store.datasets import rows_sql
-from spangrad.types import Mode, VersionStatus
-from trainer.credit.roles import counts
+from spangrad.types import VersionStatus
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
-from trainer.monitor.batch_metrics import succeeded, sums, weighted_return
-from trainer.monitor.ratings import Competitor, Score, ratings, scores_of
+from trainer.monitor.batch_metrics import succeeded, weighted_return
+from trainer.monitor.held_out import HeldOutRollouts
+from trainer.monitor.ratings import ratings
 from trainer.publish.checkpoint import versions_on_disk
 
 if TYPE_CHECKING:
@@ -33,48 +31,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
-_ARRIVED = f"""
-SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)) FROM spangrad_internal.builds
-WHERE {_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND spangrad_internal.builds.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)
-"""
-_OVERLAP = 120_000_000
-"""Overlap of two reads, in microseconds: longer than any insert takes to become visible after its rows were dated."""
-_ROLLOUTS = """
-SELECT groupUniqArrayArrayIf(if(empty(`Versions.Version`), [Version], `Versions.Version`), Policy = %(policy)s) AS Versions,
-    groupUniqArrayIf(AgentName, Policy = %(policy)s),
-    groupArrayArray(`Rewards.Name`), groupArrayArray(`Rewards.Value`), groupArrayArray(`Rewards.Role`)
-FROM {rows} AS t
-WHERE Mode = '{mode}'
-GROUP BY RolloutId, Attempt
-HAVING length(Versions) = 1
-"""
-"""Query of every reward of a rollout, not their sums: ClickHouse's sumMap drops a name whose sum is 0, and so a rollout that failed."""
-_GAMES = """
-SELECT groupUniqArray((AgentName, Policy, if(empty(`Versions.Version`), [Version], `Versions.Version`))),
-    groupArrayArray(`Rewards.Role`), groupArrayArray(`Rewards.Value`)
-FROM {rows} AS t
-WHERE Mode = '{mode}'
-GROUP BY RolloutId, Attempt
-HAVING notEmpty(arrayFilter(role -> role != '', groupArrayArray(`Rewards.Role`)))
-"""
-
 
 class Evaluation:
     """Reader of one run's held-out rollouts."""
 
     def __init__(self, client: Client, settings: Settings, build_spec: str) -> None:
         """Read with `client` the rollouts of the trainer's run that this specification built."""
-        self._client = client
-        self._url = settings.store.url
         self._settings = settings.trainer
-        self._build_spec = build_spec
-        self._arrived: tuple[int, int] | None = None
-        """Number of rows since `_since` at the last read, and the time of the newest, in microseconds since 1970."""
-        self._since = 0
-        """Time from which rows are counted, in microseconds since 1970."""
-        self._games: Sequence[Sequence[Any]] = ()
-        """Held-out rollouts with rewards by role that were read and not rated yet: their players, and roles and values of the rewards."""
+        self._rollouts = HeldOutRollouts(client, settings, build_spec)
+        self._unmeasured: set[int] = set()
+        """Versions with rollouts that their metrics in the ledger do not count yet."""
+        self._rated = 0
+        """Number of changes of the games when versions were rated last."""
 
     def update(self, ledger: Ledger, watchers: Watchers) -> list[LedgerVersion]:
         """Measure and rate versions on what was built since the last poll, and report that; return the versions that changed."""
@@ -87,10 +55,15 @@ class Evaluation:
 
     def measure(self, ledger: Ledger) -> list[LedgerVersion]:
         """Write new metrics of versions into the ledger; return the versions that changed, oldest first."""
-        return self._changed(ledger, self._metrics())
+        self._unmeasured |= self._rollouts.read()
+        rewards = {version: [rollout.rewards for rollout in self._rollouts.of_version(version)] for version in self._unmeasured}
+        changed = self._write(ledger, {version: validation(known, self._settings) for version, known in rewards.items() if known})
+        statuses = ledger.statuses() if self._unmeasured else {}
+        self._unmeasured = {version for version in self._unmeasured & statuses.keys() if statuses[version] is None}
+        return changed
 
-    def _changed(self, ledger: Ledger, by_version: Mapping[int, Mapping[str, float]]) -> list[LedgerVersion]:
-        """Write metrics by version into the ledger; return the versions that changed, oldest first."""
+    def _write(self, ledger: Ledger, by_version: Mapping[int, Mapping[str, float]]) -> list[LedgerVersion]:
+        """Write metrics of committed versions into the ledger; return the versions that changed, oldest first."""
         changed: list[LedgerVersion] = []
         for version in ledger.versions(by_version) if by_version else ():
             metrics = by_version[version.version]
@@ -99,71 +72,35 @@ class Evaluation:
                 changed.append(replace(version, metrics={**version.metrics, **metrics}))
         return changed
 
-    def _metrics(self) -> dict[int, dict[str, float]]:
-        """Return metrics by version; empty when nothing has been built since the last poll."""
-        names = {"run": self._settings.run_id, "spec": self._build_spec, "policy": self._settings.policy}
-        with store_errors(self._url):
-            ((count, newest),) = self._client.query(_ARRIVED, parameters={**names, "since": self._since}).result_rows
-            if not count or (count, newest) == self._arrived:
-                return {}
-            since = max(newest - _OVERLAP, 0)
-            # Before the rollouts: what comes between the two is read again.
-            (arrived,) = self._client.query(_ARRIVED, parameters={**names, "since": since}).result_rows
-            source = {"rows": rows_sql("transitions", self._settings.as_of, _THIS_RUN), "mode": Mode.VALIDATE.value}
-            rows = self._client.query(_ROLLOUTS.format(**source), parameters=names).result_rows
-            self._games = self._client.query(_GAMES.format(**source), parameters=names).result_rows
-        self._since, self._arrived = since, tuple(arrived)
-        by_version: dict[int, list[dict[str, float]]] = {}
-        roles = self._settings.credit.reward_roles
-        for (version,), agents, *rewards in rows:
-            own = agents if self._settings.credit.by_role else roles
-            counted = [(name, value) for name, value, role in zip(*rewards, strict=True) if counts(role, own)]
-            by_version.setdefault(int(version), []).append(sums(counted))
-        return {version: validation(rollouts, self._settings) for version, rollouts in by_version.items()}
-
     def rate(self, ledger: Ledger) -> list[LedgerVersion]:
-        """Write ratings by role into the ledger, from the held-out games that were last read; return the versions that changed.
+        """Write ratings by role (validate_rating_ROLE) into the ledger, from the held-out games so far; return the versions that changed.
 
         Ratings are whole points: a game more moves those of all versions a little.
         """
-        games, self._games = self._games, ()
-        rated = self._ratings(games) if games else {}
-        return self._changed(ledger, rated)
-
-    def _ratings(self, games: Iterable[Sequence[Any]]) -> dict[int, dict[str, float]]:
-        """Return the rating by role of each version of the policy (validate_rating_ROLE), from games in which each role has one version."""
-        own = {self._settings.policy, self._settings.evaluation.past_policy} - {""}
-        scores: list[Score] = []
-        for players, roles, values in games:
-            if len({role for role, *_ in players}) == len(players) and all(len(versions) == 1 for *_, versions in players):
-                returns: dict[str, float] = {}
-                for role, value in zip(roles, values, strict=True):
-                    returns[role] = returns.get(role, 0.0) + value
-                competitors = [
-                    Competitor(role, self._settings.policy if policy in own else policy, version) for role, policy, (version,) in players
-                ]
-                scores += scores_of(competitors, returns)
+        games = self._rollouts.games
+        if games.changes == self._rated:
+            return []
         by_version: dict[int, dict[str, float]] = {}
-        for competitor, rating in ratings(scores).items():
+        for competitor, rating in ratings(games).items():
             if competitor.policy == self._settings.policy:
                 by_version.setdefault(competitor.version, {})[f"validate_rating_{competitor.role}"] = float(round(rating))
-        return by_version
+        changed, self._rated = self._write(ledger, by_version), games.changes
+        return changed
 
 
-def validation(rollouts: Iterable[dict[str, float]], settings: TrainerSettings) -> dict[str, float]:
+def validation(rollouts: Sequence[Mapping[str, float]], settings: TrainerSettings) -> dict[str, float]:
     """Return the metrics of held-out rollouts, given the rewards of each, summed by name.
 
     Returns:
         validate_rollouts; validate_return (mean, weighted); validate_success (share: `batch_metrics.succeeded`);
         validate_reward_NAME (mean over the rollouts that have one of that name, raw).
     """
-    rows = list(rollouts)
-    names = sorted({name for row in rows for name in row})
+    names = sorted({name for rewards in rollouts for name in rewards})
     return {
-        "validate_rollouts": float(len(rows)),
-        "validate_return": fmean(weighted_return(row, settings) for row in rows),
-        "validate_success": fmean(succeeded(row, settings) for row in rows),
-        **{f"validate_reward_{name}": fmean(row[name] for row in rows if name in row) for name in names},
+        "validate_rollouts": float(len(rollouts)),
+        "validate_return": fmean(weighted_return(rewards, settings) for rewards in rollouts),
+        "validate_success": fmean(succeeded(rewards, settings) for rewards in rollouts),
+        **{f"validate_reward_{name}": fmean(rewards[name] for rewards in rollouts if name in rewards) for name in names},
     }
 
 

@@ -10,7 +10,7 @@ Statistics 32 (2004), eq. 3: w_i = W_i / sum_j n_ij / (w_i + w_j). A rating is 4
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -18,7 +18,7 @@ import numpy as np
 
 _POINTS = 400.0
 _PRIOR_GAMES = 1.0
-"""Games against a script that count beside each competitor's own, all drawn: without them, who has won everything has no rating."""
+"""PlayedGames against a script that count beside each competitor's own, all drawn: without them, who has won everything has no rating."""
 _ITERATIONS = 5000
 _TOLERANCE = 1e-6
 """Largest relative change of a strength at which the iteration ends."""
@@ -59,29 +59,63 @@ def scores_of(competitors: Sequence[Competitor], returns: Mapping[str, float]) -
     return [Score(first, second, (1.0 + np.sign(own[first] - own[second])) / 2) for first, second in combinations(own, 2)]
 
 
-def ratings(scores: Iterable[Score]) -> dict[Competitor, float]:
-    """Return the rating of each competitor, that of scripts excepted, which is 0."""
-    results = list(scores)
-    places = {SCRIPTS: 0}
-    for score in results:
-        places.setdefault(score.competitor, len(places))
-        places.setdefault(score.opponent, len(places))
+class PlayedGames:
+    """Results of games, summed by pair of competitors."""
+
+    def __init__(self, scores: Iterable[Score] = ()) -> None:
+        self._pairs: dict[tuple[Competitor, Competitor], tuple[int, float]] = {}
+        """Number of games of a pair, and points of the first, who is the smaller."""
+        self.changes = 0
+        """Number of scores that were added or removed."""
+        self.add(scores)
+
+    def add(self, scores: Iterable[Score]) -> None:
+        """Count scores."""
+        self._count(scores, 1)
+
+    def remove(self, scores: Iterable[Score]) -> None:
+        """Count no longer scores that were added."""
+        self._count(scores, -1)
+
+    def _count(self, scores: Iterable[Score], sign: int) -> None:
+        for score in scores:
+            self.changes += 1
+            in_order = score.competitor <= score.opponent
+            pair = (score.competitor, score.opponent) if in_order else (score.opponent, score.competitor)
+            games, points = self._pairs.get(pair, (0, 0.0))
+            self._pairs[pair] = games + sign, points + sign * (score.points if in_order else 1 - score.points)
+            if not self._pairs[pair][0]:
+                del self._pairs[pair]
+
+    def sums(self) -> Iterator[tuple[Competitor, Competitor, int, float]]:
+        """Yield pairs of competitors that have played, the number of their games, and the points of the first."""
+        for (first, second), (games, points) in self._pairs.items():
+            yield first, second, games, points
+
+
+def ratings(games: PlayedGames) -> dict[Competitor, float]:
+    """Return the rating of each competitor, that of scripts excepted, which is 0.
+
+    An iteration costs what there are pairs that have played, not pairs of competitors.
+    """
+    sums = list(games.sums())
+    competitors = sorted({competitor for first, second, *_ in sums for competitor in (first, second)} - {SCRIPTS})
+    if not competitors:
+        return {}
+    places = {competitor: place for place, competitor in enumerate([SCRIPTS, *competitors])}
+    prior = [(SCRIPTS, competitor, _PRIOR_GAMES, _PRIOR_GAMES / 2) for competitor in competitors]
+    firsts, seconds, counts, points = zip(*prior, *sums, strict=True)
+    first, second = np.array([places[one] for one in firsts]), np.array([places[one] for one in seconds])
+    played, won_by_first = np.array(counts, np.float64), np.array(points, np.float64)
     size = len(places)
-    games, won = np.zeros((size, size)), np.zeros(size)
-    games[0, 1:] = games[1:, 0] = _PRIOR_GAMES
-    won[1:] = _PRIOR_GAMES / 2
-    for score in results:
-        first, second = places[score.competitor], places[score.opponent]
-        games[first, second] += 1
-        games[second, first] += 1
-        won[first] += score.points
-        won[second] += 1 - score.points
+    won = np.bincount(first, won_by_first, size) + np.bincount(second, played - won_by_first, size)
     strengths = np.ones(size)
-    for _ in range(_ITERATIONS if size > 1 else 0):
-        after = won / (games / (strengths[:, None] + strengths[None, :])).sum(axis=1)
+    for _ in range(_ITERATIONS):
+        expected = played / (strengths[first] + strengths[second])
+        after = won / (np.bincount(first, expected, size) + np.bincount(second, expected, size))
         after[0] = 1.0
         change = float(np.abs(after / strengths - 1).max())
         strengths = after
         if change < _TOLERANCE:
             break
-    return {competitor: float(_POINTS * np.log10(strengths[place])) for competitor, place in places.items() if competitor != SCRIPTS}
+    return {competitor: float(_POINTS * np.log10(strengths[places[competitor]])) for competitor in competitors}
