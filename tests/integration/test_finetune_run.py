@@ -25,7 +25,7 @@ from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_p
 from tests.support.trainers import finetune_settings as settings
 from trainer import step
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.demand import consumed_groups
+from trainer.ledger.demand import Consumption
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
@@ -297,7 +297,7 @@ def test_finetune_excludes_rollouts_trained_by_rl_and_reverse(tmp_path: Path, ba
     assert ledger.finished_groups("run", "spec", finetuned=False) == set()
     assert ledger.finished_groups("another run", "spec") == set()
     assert [
-        consumed_groups(ledger, trainer_settings(run_id="run", retrain_finetuned=asked), "spec").trained for asked in (False, True)
+        Consumption(ledger, trainer_settings(run_id="run", retrain_finetuned=asked), "spec").read().trained for asked in (False, True)
     ] == [4, 0], "what is left out is asked for again"
     lease = ledger.begin([BatchRollout(Group("run", "train", "spec", "g3"), name, 0, 0) for name in ("r3", "r4")])
     assert lease, "asked for (trainer.sampling.retrain_finetuned), they are trained: files claim no rollout"

@@ -25,7 +25,7 @@ from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import ConsumedGroups, Consumption, consumed_groups, demand, groups_wanted, in_flight, usable
+from trainer.ledger.demand import ConsumedGroups, Consumption, demand, groups_wanted, in_flight, usable
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -111,10 +111,10 @@ def test_spent_counts_trained_and_skipped_groups(place: Place):
     skip(ledger, [group("j")], SkipReason.STALE)
     skip(ledger, [replace(group("k"), build_spec="spec"), replace(group("l"), mode="production")], SkipReason.STALE)
     ledger.begin(rollouts("m", "n"))
-    assert consumed_groups(ledger, TWO, SPEC) == ConsumedGroups(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
+    assert Consumption(ledger, TWO, SPEC).read() == ConsumedGroups(3, 2, {SkipReason.EQUAL: 3, SkipReason.STALE: 1})
     # Of another specification: what this one skipped may be trained there, and one group is skipped that the other has trained.
-    assert consumed_groups(ledger, TWO, "spec") == ConsumedGroups(3, 2, {SkipReason.STALE: 1})
-    assert consumed_groups(ledger, TWO.model_copy(update={"branch": "other"}), SPEC) == ConsumedGroups(0, 0, {})
+    assert Consumption(ledger, TWO, "spec").read() == ConsumedGroups(3, 2, {SkipReason.STALE: 1})
+    assert Consumption(ledger, TWO.model_copy(update={"branch": "other"}), SPEC).read() == ConsumedGroups(0, 0, {})
 
 
 @pytest.mark.parametrize(("steps", "most", "flying"), [(0, 0, 4), (9, 0, 4), (0, 3, 4), (1, 3, 4), (2, 3, 2), (3, 3, 0), (4, 3, 0)])
@@ -156,8 +156,8 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
 
         def look() -> None:
             consumed = consumption.read()
-            assert consumed == consumed_groups(ledger, chosen, SPEC), "what is read anew is enough"
-            assert consumption.read("b") == consumed_groups(ledger, chosen, SPEC, "b")
+            assert consumed == Consumption(ledger, chosen, SPEC).read(), "what is read anew is enough"
+            assert consumption.read("b") == Consumption(ledger, chosen, SPEC).read("b")
             needed = usable(chosen, consumed.steps)
             used.append(consumed.groups + needed)
             stated.append(groups_wanted(consumed, chosen, random.randrange(6)))

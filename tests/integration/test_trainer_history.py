@@ -14,7 +14,7 @@ from sqlalchemy import event
 
 from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
-from trainer.ledger.demand import consumed_groups
+from trainer.ledger.demand import Consumption
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.skips import SkipReason
@@ -118,7 +118,7 @@ def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp
     for steps in (30, 3000):
         trainer = trainer_after(steps, tmp_path / f"{steps}", max_staleness)
         counts.append(work(trainer, "e", "f"))
-        consumed = consumed_groups(trainer.ledger, trainer.settings.trainer, SPEC)
+        consumed = Consumption(trainer.ledger, trainer.settings.trainer, SPEC).read()
         assert (consumed.steps, consumed.trained) == (steps + 2, GROUPS * (steps - 1) + 6)
         assert trainer.demand.figures(0)["groups_wanted"] >= consumed.groups
         trainer.close()

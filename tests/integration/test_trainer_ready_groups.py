@@ -18,7 +18,7 @@ from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import Place
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
-from trainer.ledger.demand import Consumption, consumed_groups
+from trainer.ledger.demand import Consumption
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -114,7 +114,7 @@ def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
     event.listen(ledger.database.engine, "before_cursor_execute", note)
     assert names(ready.poll(source)) == [*"bc"]
     assert [statement for statement in statements if not statement.startswith("BEGIN")] == [
-        "SELECT changes.number, changes.restored \nFROM changes"
+        "SELECT changes.number, changes.freed \nFROM changes"
     ]
     ledger.close()
 
@@ -142,7 +142,7 @@ def test_groups_of_versions_orphaned_elsewhere_are_ready_and_counted_again(place
     assert (names(ready.poll(source)), ledger.lineage()) == ([], [0, 1, 2, 3])
     assert other.orphan(other.versions([2, 3]), 1)
     assert (names(ready.poll(source)), ledger.lineage()) == (["b", "c"], [0, 1])
-    assert consumption.read() == consumed_groups(ledger, SETTINGS, "spec")
+    assert consumption.read() == Consumption(ledger, SETTINGS, "spec").read()
     assert (ledger.committed_versions(), consumption.read().trained) == ([0, 1], 1)
     for opened in (ledger, other):
         opened.close()
@@ -179,8 +179,8 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
         def look() -> None:
             assert names(ready.poll(source)) == free()
             pending = lease.batch_id if lease else None
-            assert consumption.read() == consumed_groups(ledger, SETTINGS, "spec")
-            assert consumption.read(pending) == consumed_groups(ledger, SETTINGS, "spec", pending)
+            assert consumption.read() == Consumption(ledger, SETTINGS, "spec").read()
+            assert consumption.read(pending) == Consumption(ledger, SETTINGS, "spec").read(pending)
 
         def orphan_newest() -> None:
             newest = [version for version in other.versions(other.lineage()) if version.policy_version.batch_id][-random.randint(1, 3) :]

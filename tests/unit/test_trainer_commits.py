@@ -19,7 +19,7 @@ from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer import commits
 from trainer.data.batch import Batch
-from trainer.ledger.demand import consumed_groups
+from trainer.ledger.demand import Consumption
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 from trainer.ledger.tables import LedgerVersion
@@ -156,7 +156,7 @@ def test_working_branch_with_pending_version_equals_ledger_after_its_commit(tmp_
 
     def answers() -> tuple[object, ...]:
         head = branch.head()
-        consumed = consumed_groups(ledger, chosen.trainer, SPEC, branch.pending_batch)
+        consumed = Consumption(ledger, chosen.trainer, SPEC).read(branch.pending_batch)
         names = [version.version for version in branch.newest(9)]
         parent = head.policy_version.parent, head.parent_branch, head.tokenizer_hash
         return head.version, parent, branch.lineage(), names, branch.steps(), branch.holder(), [*branch.claimed(again)], consumed

@@ -14,7 +14,7 @@ from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
-from trainer.ledger.demand import ConsumedGroups, consumed_groups, in_flight
+from trainer.ledger.demand import ConsumedGroups, Consumption, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best, versions_with_weights
@@ -46,7 +46,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
     history = history_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
     groups = planned(source.states(), source.load, history, trainer)
-    consumed = consumed_groups(ledger, trainer, source.build_spec) if ledger else ConsumedGroups(0, 0, {})
+    consumed = Consumption(ledger, trainer, source.build_spec).read() if ledger else ConsumedGroups(0, 0, {})
     planned_steps = max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
     consumed = replace(consumed, steps=consumed.steps + planned_steps)
     best_version = best(versions_with_weights(ledger, trainer), trainer) if ledger else None

@@ -116,49 +116,22 @@ def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequenc
     return Demand(settings.policy, settings.branch, level, oldest, min(consumed.groups + ready, level))
 
 
-def consumed_groups(ledger: Ledger, settings: TrainerSettings, build_spec: str, pending: str | None = None) -> ConsumedGroups:
-    """Read the consumed groups from the ledger; groups that another specification skipped may still be trained by this one.
-
-    Args:
-        ledger: of the branch.
-        settings: of the trainer.
-        build_spec: of the groups.
-        pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
-    """
-    branch, run = {"policy": settings.policy, "branch": settings.branch}, {"run_id": settings.run_id, "mode": Mode.TRAIN.value}
-
-    committed = sa.select(VERSIONS.c.batch_id).where(
-        *equal_to(VERSIONS, branch),
-        sa.or_(VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id == (pending or "")),
-        VERSIONS.c.batch_id.is_not(None),
-    )
-    tables = (BATCH_ROLLOUTS,) if settings.sampling.retrain_finetuned else (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS)
-    groups = sa.union(
-        *(sa.select(table.c.group_id).where(*equal_to(table, {**branch, **run}), table.c.batch_id.in_(committed)) for table in tables)
-    )
-    skipped = (
-        sa.select(SKIPPED.c.reason, sa.func.count())
-        .where(*equal_to(SKIPPED, {**branch, **run, "build_spec": build_spec}), SKIPPED.c.group_id.not_in(groups))
-        .group_by(SKIPPED.c.reason)
-    )
-
-    with ledger.database.reading() as connection:
-        return ConsumedGroups(
-            connection.execute(sa.select(sa.func.count()).select_from(committed.subquery())).scalar_one(),
-            connection.execute(sa.select(sa.func.count()).select_from(groups.subquery())).scalar_one(),
-            Counter({SkipReason(reason): count for reason, count in connection.execute(skipped)}),
-        )
-
-
 class Consumption:
     """Reader of the consumed groups, which reads history once, and after that the versions that may have changed.
 
-    Invariant: `read` returns what `consumed_groups` does. Versions before the oldest open one are final, and a group's skip names the
-    newest version of its time, unless the ledger says that groups were freed: then history is read again.
+    Groups that another specification skipped may still be trained by this one. Invariant: `read` returns what a new reader's does. Versions
+    before the oldest open one are final, and a group's skip names the newest version of its time, unless the ledger says that groups were
+    freed: then history is read again.
     """
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings, build_spec: str) -> None:
-        """Read nothing yet; arguments as of `consumed_groups`."""
+        """Read nothing yet.
+
+        Args:
+            ledger: of the branch.
+            settings: of the trainer.
+            build_spec: of the groups.
+        """
         self._ledger = ledger
         self._build_spec = build_spec
         self._branch = {"policy": settings.policy, "branch": settings.branch}
@@ -181,7 +154,11 @@ class Consumption:
         self._reasons = Counter[SkipReason]()
 
     def read(self, pending: str | None = None) -> ConsumedGroups:
-        """Return the consumed groups; `pending` as of `consumed_groups`."""
+        """Return the consumed groups.
+
+        Args:
+            pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
+        """
         with self._lock:
             return self._ledger.database.remembered(self, lambda connection: self._read(connection, pending), pending)
 

@@ -146,12 +146,12 @@ CHANGES = sa.Table(
     METADATA,
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("number", sa.BigInteger, nullable=False, comment="transactions that have changed a row, of any policy"),
-    sa.Column("restored", sa.BigInteger, nullable=False, comment="the newest of them that freed skipped or trained groups"),
+    sa.Column("freed", sa.BigInteger, nullable=False, comment="the newest of them that freed skipped or trained groups"),
     comment="one row, by which a reader of the ledger sees that it is unchanged",
 )
 
 
-_CHANGES_READ = sa.select(CHANGES.c.number, CHANGES.c.restored)
+_CHANGES_READ = sa.select(CHANGES.c.number, CHANGES.c.freed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class LedgerDatabase(AnyDatabase):
         super().__init__(_url(location), METADATA, _OWNER)
         self._remembered: dict[Hashable, tuple[Hashable, Any]] = {}
         with super().transaction() as transaction:
-            self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "restored": 0}])
+            self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "freed": 0}])
         event.listen(self.engine, "after_execute", _note_change)
 
     @contextmanager
@@ -221,7 +221,7 @@ class LedgerDatabase(AnyDatabase):
             freed = connection.info.pop(_CHANGED, None)
             if freed is not None:
                 number = CHANGES.c.number + 1
-                connection.execute(CHANGES.update().values(number=number, **({"restored": number} if freed else {})))
+                connection.execute(CHANGES.update().values(number=number, **({"freed": number} if freed else {})))
                 connection.info.pop(_CHANGED, None)
 
     def remembered(self, name: Hashable, read: Callable[[sa.Connection], T], given: Hashable = None) -> T:
@@ -246,8 +246,8 @@ class LedgerDatabase(AnyDatabase):
 
     def changes(self, connection: sa.Connection) -> tuple[int, int]:
         """Return the number of transactions that have changed a row, and of the newest that freed skipped or trained groups."""
-        number, restored = connection.execute(_CHANGES_READ).one()
-        return int(number), int(restored)
+        number, freed = connection.execute(_CHANGES_READ).one()
+        return int(number), int(freed)
 
 
 def _note_change(connection: sa.Connection, statement: object, *_: object) -> None:
