@@ -17,7 +17,8 @@ def arm(task: str, name: str) -> Arm:
     return next(candidate for candidate in arms(group=4) if (candidate.task.name, candidate.name) == (task, name))
 
 
-@pytest.mark.parametrize(("task", "name"), [pytest.param("flow", "air", marks=pytest.mark.slow), ("inbox", "own")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "name"), [("flow", "air"), ("inbox", "own")])
 def test_credit_benchmark_two_steps_account_for_every_call(task: str, name: str, tmp_path: Path) -> None:
     result = run(arm(task, name), 0, 2, tmp_path)
     assert (result.sampled, result.trained, result.unaccounted, result.drops) == (32, 32, 0, 0)

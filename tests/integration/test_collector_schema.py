@@ -245,6 +245,7 @@ def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
         conclude(execute, table, rollout_id, day, trace)
 
 
+@pytest.mark.parametrize("laid_out", ["one server", pytest.param("sharded", marks=pytest.mark.slow)], indirect=True)
 def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tuple[Execute, Layout]) -> None:
     execute, layout = laid_out
     rollout(execute, "trained", "trained-1", OLD_DAY)

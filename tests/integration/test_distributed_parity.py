@@ -16,7 +16,7 @@ import pytest
 
 from spangrad.settings import TrainerSettings
 from tests.support.policies import NO_ALARM, chained, sampled_rows, trainer_settings, transition_row
-from tests.support.trainers import LOSS_OPTIONS
+from tests.support.trainers import LOSS_OPTIONS, mostly_slow
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator
@@ -35,11 +35,6 @@ COMPARED = ("loss", "grad_norm", "advantage_std", "reference_kl", "entropy", "cl
 
 QUICK = {"vanilla", "gspo", "grpo", "gae"}
 """Losses and estimators of the ordinary suite: a token's, a response's, a group's, a critic's."""
-
-
-def mostly_slow(names: list[str]) -> list[Any]:
-    """Parameters of a test, of which those that are not quick are marked slow."""
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +85,7 @@ def rows(tiny_model: Path) -> pl.DataFrame:
     return pl.DataFrame(sampled_rows(tiny_model, 4, temperature=1.0, seed=1) + sampled_rows(tiny_model, ROWS - 4, temperature=0.7, seed=2))
 
 
-@pytest.mark.parametrize("name", mostly_slow(list(learning.LOSSES)))
+@pytest.mark.parametrize("name", mostly_slow(list(learning.LOSSES), QUICK))
 def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
     chosen = settings(tiny_model, loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}))
     worth = pl.Series(np.linspace(-1, 1, ROWS))
@@ -102,7 +97,7 @@ def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlO
     assert ranks.entropies[:ROWS] == pytest.approx(alone.entropies[:ROWS], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if not facts.by_token]))
+@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if not facts.by_token], QUICK))
 def test_estimator_on_ranks_equals_one_process(
     name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame
 ) -> None:
@@ -122,7 +117,7 @@ def test_estimator_on_ranks_equals_one_process(
     require_alike({count: step(optimizer, chosen, batch_of(calls, worth, optimizer)) for count, optimizer in optimizers.items()})
 
 
-@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if facts.by_token]))
+@pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if facts.by_token], QUICK))
 def test_token_estimator_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path) -> None:
     """GAE's step is the one of PPO with a critic."""
     chosen = settings(tiny_model, estimator=name)

@@ -146,7 +146,7 @@ FAULTS: tuple[Callable[[LaggingPolicy, int], list[dict[str, Any]]], ...] = (
 
 @pytest.mark.parametrize(
     ("trainer", "engine"),
-    [("fp32", torch.float32), ("bf16", torch.bfloat16), pytest.param("fp32", torch.bfloat16, marks=pytest.mark.slow)],
+    [("bf16", torch.bfloat16), *(pytest.param("fp32", engine, marks=pytest.mark.slow) for engine in (torch.float32, torch.bfloat16))],
 )
 def test_logprob_check_passes_lagging_rollouts_and_refuses_faulty_rollouts(tiny_model: Path, trainer: Any, engine: torch.dtype):
     settings = trainer_settings(learning_rate=LEARNING_RATE, max_staleness=1, dtype=trainer)

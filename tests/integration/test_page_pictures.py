@@ -111,7 +111,7 @@ def test_pictures_in_docs_are_those_of_the_page(browser: Browser, url: str, pict
         assert apart <= DIFFERENCE_MOST, f"{name}: {apart:.3f}; `make pictures` makes it again"
 
 
-@pytest.mark.parametrize("scheme", GOLDEN_VIEWS)
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_views_look_as_their_golden_pictures_in_light_and_dark(
     browser: Browser, url: str, pictures: TrainingPictures, tmp_path: Path, scheme: str
 ) -> None:

@@ -96,7 +96,14 @@ class Sampled(FakeSource):
         return Loaded(rollouts, pl.DataFrame(rows, schema=loaded.transitions.schema))
 
 
-@pytest.mark.parametrize("changes", [{}, {"epochs": 2, "mini_batches": 2}, {"kl_coef": 0.1}], ids=["plain", "mini-batches", "reference"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"epochs": 2, "mini_batches": 2}, id="mini-batches"),
+        pytest.param({}, marks=pytest.mark.slow, id="plain"),
+        pytest.param({"kl_coef": 0.1}, marks=pytest.mark.slow, id="reference"),
+    ],
+)
 def test_run_with_checkpoints_beside_steps_equals_run_without(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ):

@@ -61,18 +61,29 @@ def ray() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
-    """Yield optimizers with 0, 1 and 2 workers under Ray, which all send weights; 0 runs here with as many threads as a worker has.
+    """Yield optimizers with 0 and 2 workers under Ray, which both send weights; 0 runs here with as many threads as a worker has.
 
     Sums of floats differ by the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
-    sending = {workers: settings(tiny_model, workers__per_node=workers, weight_sync__method="transfer") for workers in (0, 1, 2)}
-    built = {workers: VerlOptimizer(tiny_model, chosen) for workers, chosen in sending.items()}
+    built = {workers: sender(tiny_model, workers) for workers in (0, 2)}
     yield built
     torch.set_num_threads(threads)
     for engine in built.values():
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def one_worker(engines: dict[int, VerlOptimizer], tiny_model: Path) -> Iterator[VerlOptimizer]:
+    """Yield an optimizer with 1 worker."""
+    engine = sender(tiny_model, 1)
+    yield engine
+    engine.close()
+
+
+def sender(model: Path, workers: int) -> VerlOptimizer:
+    return VerlOptimizer(model, settings(model, workers__per_node=workers, weight_sync__method="transfer"))
 
 
 def settings(model: Path, **changes: Any) -> TrainerSettings:
@@ -117,10 +128,9 @@ def stepped_twice(engine: VerlOptimizer, rows: pl.DataFrame) -> list[dict[str, f
 
 
 def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
-    assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
+    assert {count: engine.data_parallel_size for count, engine in engines.items()} == {0: 1, 2: 2}
     before = weights(engines[0])
     metrics = {count: stepped_twice(engine, rows) for count, engine in engines.items()}
-    assert metrics[1] == metrics[0]
     for two, none in zip(metrics[2], metrics[0], strict=True):
         assert two.keys() == none.keys()
         assert two["updated"] == 6
@@ -129,9 +139,18 @@ def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows
     assert metrics[2][0]["logprob_gap_max"] == pytest.approx(metrics[0][0]["logprob_gap_max"], abs=1e-6)
     held = {count: weights(engine) for count, engine in engines.items()}
     assert differences(held[0], before) > 1e-3
-    assert differences(held[1], held[0]) == 0
     # A tenth of one step's rate after twelve: AdamW magnifies what another order of sums leaves of gradients near 0.
     assert differences(held[2], held[0]) < SETTINGS["learning_rate"] / 10
+
+
+@pytest.mark.slow
+def test_one_ray_worker_steps_as_one_process(
+    one_worker: VerlOptimizer, engines: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame
+) -> None:
+    alone = sender(tiny_model, 0)
+    assert stepped_twice(one_worker, rows) == stepped_twice(alone, rows)
+    assert differences(weights(one_worker), weights(alone)) == 0
+    assert [len(engine.rank_senders) for engine in (one_worker, alone)] == [1, 1]
 
 
 def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
@@ -148,8 +167,8 @@ def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, V
 
 
 def test_ray_workers_each_send_their_share(engines: dict[int, VerlOptimizer]) -> None:
-    assert {count: len(engine.rank_senders) for count, engine in engines.items()} == {0: 1, 1: 1, 2: 2}
-    assert len({address.url for engine in engines.values() for address in engine.rank_senders}) == 4
+    assert {count: len(engine.rank_senders) for count, engine in engines.items()} == {0: 1, 2: 2}
+    assert len({address.url for engine in engines.values() for address in engine.rank_senders}) == 3
 
 
 def test_ray_workers_state_loads_in_any_number_of_workers(
@@ -158,9 +177,8 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
     paths = {count: written(engine, tiny_model, tmp_path / str(count)).path for count, engine in engines.items()}
     kept = {count: state_facts(path) for count, path in paths.items()}
     assert len(kept[0]) > 40
-    assert same(kept[1], kept[0])
     assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
-    assert [sum(name.startswith("random.") for name in state_of(paths[count])) for count in (0, 1, 2)] == [1, 1, 2]
+    assert [sum(name.startswith("random.") for name in state_of(paths[count])) for count in (0, 2)] == [1, 2]
 
     alone = VerlOptimizer(paths[2], settings(tiny_model))
     alone.load_state(paths[2])
@@ -259,8 +277,9 @@ def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> Non
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
 
 
-def test_row_queue_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
-    """TransferQueue's own calls would wait for its controller for ever. The last test of these engines."""
+@pytest.mark.slow
+def test_row_queue_that_dies_ends_step_with_error(one_worker: VerlOptimizer, rows: pl.DataFrame) -> None:
+    """TransferQueue's own calls would wait for its controller for ever. The last test of this engine."""
     import ray
 
     from trainer.distributed.row_queue import RowQueue
@@ -269,9 +288,9 @@ def test_row_queue_that_dies_ends_step_with_error(engines: dict[int, VerlOptimiz
     with pytest.raises(
         TrainerError, match=r"the queue of the rows between this trainer and its workers has ended \(.*\), and they were ended"
     ):
-        engines[1].step(batch(engines[1], rows, current=False))
+        one_worker.step(batch(one_worker, rows, current=False))
     with pytest.raises(TrainerError, match="workers have ended"):
-        engines[1].step(batch(engines[1], rows, current=False))
+        one_worker.step(batch(one_worker, rows, current=False))
 
 
 def test_is_packed_by_default_on_gpu_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
 from tests.support.policies import PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
-from tests.support.trainers import loss_settings
+from tests.support.trainers import loss_settings, mostly_slow
 from trainer.credit import learning
 from trainer.credit.learning import LOSSES, merges
 from trainer.data.batch import layout
@@ -171,7 +171,9 @@ def aggregation_table(model: Path) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("settings", WHOLE, ids=lambda settings: f"{settings.loss.name}-{settings.loss.aggregation}")
+@pytest.mark.parametrize(
+    "settings", mostly_slow(WHOLE, WHOLE[1::2]), ids=lambda settings: f"{settings.loss.name}-{settings.loss.aggregation}"
+)
 def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(settings: TrainerSettings, tiny_model: Path):
     rows, worth = trajectories(tiny_model)
     apart, merged, by_verl = losses(tiny_model, settings)
@@ -184,7 +186,7 @@ def test_loss_of_rollouts_does_not_depend_on_merging_or_micro_batches(settings: 
         assert own != pytest.approx(by_verl, abs=1e-3), "a call for a sequence is another loss"
 
 
-@pytest.mark.parametrize("name", ["vanilla", "gspo", "geo_mean", "sapo"])
+@pytest.mark.parametrize("name", mostly_slow(["vanilla", "gspo", "geo_mean", "sapo"], {"vanilla", "gspo"}))
 def test_gradient_of_rollouts_equals_verl_loss_on_row_per_rollout(name: Any, tiny_model: Path):
     """The ratio of a rollout, of which verl stops the gradient or not, is in the gradient as it would be in one row."""
     settings = trainer_settings(loss__name=name, clip_ratio=0.1, loss__aggregation="seq-mean-token-mean")

@@ -236,6 +236,7 @@ def test_calls_longer_than_publications_have_exact_versions_and_train(world: Wor
         ledger.close()
 
 
+@pytest.mark.slow
 def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_alone(world: World) -> None:
     version = fetch(f"{world.settings.gateway.url}/admin/policies/policy")["version"] + 1
     publish(world, world.models[0], version)
@@ -259,6 +260,7 @@ def test_publication_of_the_same_weights_changes_the_label_of_calls_in_flight_al
     assert labels[-1] == [version - 1, version], "the label changed in the midst of a call"
 
 
+@pytest.mark.slow
 def test_publication_that_aborts_calls_records_their_sampled_tokens(world: World, tmp_path: Path) -> None:
     version = fetch(f"{world.settings.gateway.url}/admin/policies/policy")["version"]
     url = f"{world.settings.gateway.url}/rollout/abort/attempt/0/v1/chat/completions"

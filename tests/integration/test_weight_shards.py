@@ -90,7 +90,7 @@ def read_back(directory: Path) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("files", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_held_parts_are_filled_with_each_ranks_rows_of_files(tmp_path: Path, files: int) -> None:
     tensors = whole("plain")
     names = [list(tensors)[number::files] for number in range(files)]

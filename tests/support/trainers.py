@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
+import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
@@ -266,6 +267,12 @@ def committed(trainer: Trainer) -> dict[int, list[str]]:
 
 
 # Settings of losses.
+
+
+def mostly_slow(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return parameters of a test, of which those that are not quick are marked slow."""
+    return [pytest.param(value, marks=[] if value in quick else [pytest.mark.slow]) for value in values]
+
 
 LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "clip_cov": {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0, "clip_cov_ub": 5.0},
