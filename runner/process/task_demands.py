@@ -18,7 +18,7 @@ from runner.process.wire import ROLLOUTS_MOST, TaskDemand, TaskDemandState
 from runner.queue.service import Service
 from runner.queue.tables import METADATA
 from runner.queue.task_data import TASKS, TaskData, TaskRow, task_of
-from runner.queue.wire import Enqueue, NewRollout, RolloutState
+from runner.queue.wire import Enqueue, NewRollout
 from spangrad.errors import QueueError
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class TaskDemands:
         rows = await self._service.read(lambda connection: connection.execute(sa.select(TASK_DEMANDS).where(is_open)).all())
         enqueued = held = False
         for row in rows:
-            if (await self._service.run(row.run_id)).states.get(RolloutState.QUEUED, 0) >= QUEUED_MOST:
+            if await self._service.queued(row.run_id, QUEUED_MOST) == QUEUED_MOST:
                 held = True
                 continue
             try:

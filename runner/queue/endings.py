@@ -7,6 +7,7 @@ changes nothing. No number of an ending is given twice, so a client that reads o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from runner.queue.rows import chunks
-from runner.queue.tables import ATTEMPTS, ENDED, GROUPS, ROLLOUTS
+from runner.queue.rows import OPEN, chunks
+from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS
 from runner.queue.wire import AttemptReceipt, Cancelled, Completion, Failure, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
-
-OPEN = (RolloutState.QUEUED.value, RolloutState.RUNNING.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ class Endings:
         for condition in conditions:
             matches = (condition, ROLLOUTS.c.state.in_(OPEN))
             groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id).where(*matches)
-            transaction.execute(GROUPS.update().where(sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups)).values(cancelled=True))
+            _cancel_groups(transaction, sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups))
             transaction.execute(ATTEMPTS.insert().from_select(_COPIED, _copies(condition, wall)))
             cancelled: dict[str, Any] = {
                 "state": RolloutState.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
@@ -137,6 +136,14 @@ class Endings:
     def _number(self) -> int:
         self._next += 1
         return self._next - 1
+
+
+def _cancel_groups(transaction: sa.Connection, which: sa.ColumnElement[bool]) -> None:
+    """Mark groups as cancelled, and count those that were not."""
+    marked = GROUPS.update().where(which, GROUPS.c.cancelled.is_(False)).values(cancelled=True).returning(GROUPS.c.run_id, GROUPS.c.mode)
+    for (run_id, mode), count in Counter(map(tuple, transaction.execute(marked))).items():
+        same = (GROUP_COUNTS.c.run_id == run_id, GROUP_COUNTS.c.mode == mode)
+        transaction.execute(GROUP_COUNTS.update().where(*same).values(cancelled=GROUP_COUNTS.c.cancelled + count))
 
 
 def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[str, Any]]:

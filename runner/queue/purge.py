@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 
 import sqlalchemy as sa
 
+from runner.queue.rows import NEWEST_END
 from runner.queue.tables import ATTEMPTS, CALLBACKS, ROLLOUTS
 from runner.queue.wire import Purge, Purged
 from spangrad.errors import QueueError
@@ -72,7 +73,7 @@ def _expired(connection: sa.Connection, before: float, run_id: str | None) -> li
     sequence_numbers: list[int] = []
     run = run_id if run_id is not None else connection.execute(_NEXT_RUN, {"after": ""}).scalar()
     while run is not None and len(sequence_numbers) < ROLLOUTS_PER_TRANSACTION:
-        last = connection.execute(_LAST, {"run": run}).scalar()
+        last = connection.execute(NEWEST_END, {"run": run}).scalar()
         rows = connection.execute(_FIRST, {"run": run, "count": ROLLOUTS_PER_TRANSACTION - len(sequence_numbers)})
         sequence_numbers += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
         run = connection.execute(_NEXT_RUN, {"after": run}).scalar() if run_id is None else None
@@ -90,7 +91,6 @@ def _delete(transaction: sa.Connection, sequence_numbers: Sequence[int], before:
 
 _HAS_ENDED = ROLLOUTS.c.ended.is_not(None)
 _NEXT_RUN = sa.select(sa.func.min(ROLLOUTS.c.run_id)).where(_HAS_ENDED, ROLLOUTS.c.run_id > sa.bindparam("after"))
-_LAST = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(_HAS_ENDED, ROLLOUTS.c.run_id == sa.bindparam("run"))
 _FIRST = (
     sa.select(ROLLOUTS.c.seq, ROLLOUTS.c.ended, ROLLOUTS.c.ended_at)
     .where(_HAS_ENDED, ROLLOUTS.c.ended_at.is_not(None), ROLLOUTS.c.run_id == sa.bindparam("run"))

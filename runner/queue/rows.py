@@ -7,6 +7,7 @@ entries as it hands out rollouts, however long the queue is; a rollout that was 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Raw
 
-from runner.queue.tables import ATTEMPTS, DEMANDS, GROUPS, ROLLOUTS, Database
+from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, Database
 from runner.queue.wire import (
     AttemptRecord,
     DemandRequest,
@@ -31,6 +32,8 @@ from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, Sam
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
+OPEN = (RolloutState.QUEUED.value, RolloutState.RUNNING.value)
+"""States of rollouts that have not ended."""
 CHUNK = 1000
 """Ids in one statement."""
 
@@ -121,10 +124,22 @@ def enqueue(
             )
     if new:
         transaction.execute(_INSERT, list(new.values()))
-        groups = dict.fromkeys((row["group_id"], row["mode"]) for row in new.values())
-        rows = [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups]
-        database.insert_new(transaction, GROUPS, rows)
+        _add_groups(transaction, database, run_id, {(str(row["group_id"]), str(row["mode"])) for row in new.values()})
     return len(ids) - len(new)
+
+
+def _add_groups(transaction: sa.Connection, database: Database, run_id: str, groups: set[tuple[str, str]]) -> None:
+    """Add those groups (id and mode) that are not there yet, and count them."""
+    of_run = sa.select(GROUPS.c.group_id, GROUPS.c.mode).where(GROUPS.c.run_id == run_id)
+    for part in chunks([group for group, _ in groups]):
+        groups = groups - {tuple(row) for row in transaction.execute(of_run.where(GROUPS.c.group_id.in_(part)))}
+    if groups:
+        transaction.execute(GROUPS.insert(), [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups])
+    for mode, count in Counter(mode for _, mode in groups).items():
+        key = {"run_id": run_id, "mode": mode}
+        database.insert_new(transaction, GROUP_COUNTS, [{**key, "groups": 0, "cancelled": 0}])
+        same = [GROUP_COUNTS.c[name] == value for name, value in key.items()]
+        transaction.execute(GROUP_COUNTS.update().where(*same).values(groups=GROUP_COUNTS.c.groups + count))
 
 
 def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
@@ -177,11 +192,11 @@ def demand(connection: sa.Connection, run_id: str) -> DemandState:
         DemandRequest(policy=row.policy, branch=row.branch, groups=row.groups, oldest_version=row.oldest_version, filled=row.filled or 0)
         for row in connection.execute(sa.select(DEMANDS).where(DEMANDS.c.run_id == run_id).order_by(*order))
     ]
-    of_run = (GROUPS.c.run_id == run_id, GROUPS.c.mode == Mode.TRAIN)
-    count = sa.select(GROUPS.c.cancelled, sa.func.count()).where(*of_run).group_by(GROUPS.c.cancelled)
-    groups = {bool(cancelled): number for cancelled, number in connection.execute(count)}
+    of_run = (GROUP_COUNTS.c.run_id == run_id, GROUP_COUNTS.c.mode == Mode.TRAIN)
+    counts = connection.execute(sa.select(GROUP_COUNTS.c.groups, GROUP_COUNTS.c.cancelled).where(*of_run)).first()
+    groups, cancelled = counts or (0, 0)
     level = max((one.groups for one in branches), default=0)
-    return DemandState(groups=level, enqueued=groups.get(False, 0), cancelled=groups.get(True, 0), branches=branches)
+    return DemandState(groups=level, enqueued=groups - cancelled, cancelled=cancelled, branches=branches)
 
 
 def want(transaction: sa.Connection, database: Database, run_id: str, branch_demand: DemandRequest) -> DemandState:
@@ -202,15 +217,20 @@ def counts(connection: sa.Connection, run_id: str | None = None) -> list[RunCoun
     states_by_run: dict[str, dict[RolloutState, int]] = {}
     for run, state, count in connection.execute(query):
         states_by_run.setdefault(run, {})[RolloutState(state)] = count
-    newest = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.run_id == sa.bindparam("run"))
     return [
         RunCounts(
             run_id=run,
             states={state: states[state] for state in RolloutState if state in states},
-            cursor=connection.execute(newest, {"run": run}).scalar() or 0,
+            cursor=connection.execute(NEWEST_END, {"run": run}).scalar() or 0,
         )
         for run, states in sorted(states_by_run.items())
     ]
+
+
+def queued(connection: sa.Connection, run_id: str, most: int) -> int:
+    """Count the queued rollouts of a run, up to a number."""
+    of_run = sa.select(sa.literal(1)).where(ROLLOUTS.c.state == RolloutState.QUEUED.value, ROLLOUTS.c.run_id == run_id).limit(most)
+    return connection.execute(sa.select(sa.func.count()).select_from(of_run.subquery())).scalar_one()
 
 
 def rollout(connection: sa.Connection, rollout_id: str) -> QueuedRollout | None:
@@ -237,6 +257,8 @@ def listed(
     place, order = (seq < after if after else sa.true(), seq.desc()) if newest_first else (seq > after, seq)
     query = sa.select(*_SHOWN).where(place).order_by(order).limit(limit)
     asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
+    if state is not None and state not in OPEN:
+        query = query.where(ROLLOUTS.c.ended.is_not(None))  # the condition of the index
     rows = connection.execute(query.where(*[column == value for column, value in asked.items() if value is not None])).all()
     return _with_last(connection, rows), rows[-1].seq if rows else after
 
@@ -321,6 +343,8 @@ def _attempt(row: sa.RowMapping) -> AttemptRecord:
 
 
 _INSERT = ROLLOUTS.insert()
+NEWEST_END = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.ended.is_not(None), ROLLOUTS.c.run_id == sa.bindparam("run"))
+"""Statement of the place in the order of endings of a run's newest one."""
 _KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]

@@ -260,6 +260,10 @@ class Service:
         runs = await self.counts(run_id)
         return runs[0] if runs else RunCounts(run_id=run_id, states={}, cursor=0)
 
+    async def queued(self, run_id: str, most: int) -> int:
+        """Count the queued rollouts of a run, up to a number."""
+        return await self.read(lambda connection: rows.queued(connection, run_id, most))
+
     async def rollout(self, rollout_id: str) -> QueuedRollout | None:
         """Return one rollout. None: the id is unknown."""
         return await self.read(lambda connection: rows.rollout(connection, rollout_id))

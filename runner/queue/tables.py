@@ -10,7 +10,7 @@ import fcntl
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -24,6 +24,9 @@ _SERVER_LOCK = 0x71756575
 """Key of the PostgreSQL advisory lock that a server holds while it runs."""
 _UNLOCK_SECONDS = 2.0
 """Time that PostgreSQL may need to notice that a server was killed, in seconds."""
+
+_ENDED_ONLY: dict[str, Any] = dict.fromkeys(("sqlite_where", "postgresql_where"), sa.text("ended IS NOT NULL"))
+"""Options of an index that has an entry for a rollout once it has ended."""
 
 ROLLOUTS = sa.Table(
     "rollouts",
@@ -58,9 +61,9 @@ ROLLOUTS = sa.Table(
     sa.Column("ended_at", sa.Float, comment="seconds since 1970: says how long it is kept, and nothing else. NULL: it has not ended"),
     sa.Index("rollouts_by_state", "state", "run_id", sa.text("priority DESC"), "seq"),
     sa.Index("rollouts_by_group", "run_id", "group_id"),
-    sa.Index(
-        "rollouts_by_end", "run_id", "ended", sqlite_where=sa.text("ended IS NOT NULL"), postgresql_where=sa.text("ended IS NOT NULL")
-    ),
+    sa.Index("rollouts_by_run", "run_id", "seq"),
+    sa.Index("rollouts_by_end", "run_id", "ended", **_ENDED_ONLY),
+    sa.Index("rollouts_by_outcome", "run_id", "state", "seq", **_ENDED_ONLY),
 )
 ATTEMPTS = sa.Table(
     "attempts",
@@ -86,6 +89,16 @@ GROUPS = sa.Table(
     sa.Column("group_id", sa.String, primary_key=True),
     sa.Column("mode", sa.String, primary_key=True, comment="a group may have rollouts of several"),
     sa.Column("cancelled", sa.Boolean, nullable=False, server_default=sa.false(), comment="a rollout of it was: it will never be whole"),
+    sqlite_with_rowid=False,
+)
+GROUP_COUNTS = sa.Table(
+    "group_counts",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("mode", sa.String, primary_key=True),
+    sa.Column("groups", _BIG, nullable=False),
+    sa.Column("cancelled", _BIG, nullable=False, comment="of these"),
+    comment="numbers of rows of `groups`: a demand is compared with them several times a second",
     sqlite_with_rowid=False,
 )
 DEMANDS = sa.Table(

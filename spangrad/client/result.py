@@ -73,8 +73,11 @@ class RolloutTally:
 
     def __init__(self) -> None:
         self._outcomes = Counter[str]()
-        self._returns: list[float] = []
-        self._remaining = Counter[str]()
+        self._rewarded = 0
+        self._return = 0.0
+        """Sum of the returns of those that were rewarded."""
+        self._ended = Counter[str]()
+        """Rollouts that have ended of groups that are not whole."""
         self.groups = 0
         """Number of groups of which every rollout has ended."""
 
@@ -84,16 +87,18 @@ class RolloutTally:
         succeeded = rollout["state"] == "succeeded"
         self._outcomes["succeeded" if succeeded else last.get("reason") or "cancelled"] += 1
         if rollout["state"] in _REWARDED and last.get("rewards"):
-            self._returns.append(total(last["rewards"]))
+            self._rewarded += 1
+            self._return += total(last["rewards"])
         group = rollout["group_id"]
-        self._remaining[group] += 1
-        if self._remaining[group] == rollout["group_size"]:
+        self._ended[group] += 1
+        if self._ended[group] == rollout["group_size"]:
             self.groups += 1
+            del self._ended[group]
 
     @property
     def measure(self) -> RolloutSummary:
         """Return the counts and the mean reward so far."""
-        mean = sum(self._returns) / len(self._returns) if self._returns else None
+        mean = self._return / self._rewarded if self._rewarded else None
         return RolloutSummary(dict(self._outcomes.most_common()), mean)
 
 
