@@ -26,8 +26,8 @@ SELECT count() AS Built, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return
 FROM {revisions_sql()} WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
 """
 _WAITING = f"""
-SELECT count() AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
-FROM spangrad.attempts
+SELECT uniqExact(RolloutId) AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
+FROM spangrad_internal.attempts
 WHERE Final AND IngestedAt > now64(6) - INTERVAL 1 HOUR
     AND RolloutId NOT IN {built_sql("IngestedAt > now64(6) - INTERVAL 2 HOUR")}
 """

@@ -24,9 +24,12 @@ FROM spangrad.policy_versions
 WHERE Policy = {policy:String} AND Branch = {branch:String} AND Status = 'committed' AND BatchId != ''
 ORDER BY Version DESC LIMIT 1"""
 _WAITING = """
-SELECT uniqExact(RolloutId) FROM spangrad.builds
-WHERE RunId = {run:String} AND Mode = 'train' AND IngestedAt > now() - INTERVAL 1 DAY
-    AND RolloutId NOT IN (SELECT RolloutId FROM spangrad.batches WHERE RunId = {run:String})"""
+SELECT uniqExact(RolloutId) FROM spangrad_internal.builds
+WHERE RunId = {run:String} AND Mode = 'train' AND Revision = 0 AND IngestedAt > now64(6) - INTERVAL 1 DAY
+    AND RolloutId NOT IN (
+        SELECT RolloutId FROM spangrad_internal.batches WHERE RunId = {run:String} AND IngestedAt > now64(6) - INTERVAL 1 DAY
+    )"""
+"""Query of what was built within a day; the first revision, so that a rollout which was trained was trained since."""
 
 
 class ProgressReader:

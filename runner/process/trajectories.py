@@ -1,7 +1,7 @@
-"""Trajectories of built rollouts, from the store's public tables.
+"""Trajectories of built rollouts, from the store.
 
-In: ids of rollouts of a run. Out: what their newest build holds. Invariant: a rollout without a build has no entry; the rows of one query
-belong to one revision, since a build's own row becomes visible after all others.
+In: ids of rollouts of a run. Out: what their newest build holds. Invariants: a rollout without a build has no entry; all rows of one belong
+to the build that was its newest when they were asked for; only these rollouts' rows are read, however many the store has.
 """
 
 from __future__ import annotations
@@ -13,20 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from runner.process.wire import TrajectoryDrop, TrajectoryReward, TrajectoryTurn
 from spangrad.store.clickhouse import store_errors
+from spangrad.store.datasets import builds_sql, rows_of_builds_sql
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-_WHERE = "WHERE RunId = {run:String} AND BuildSpec = {spec:String} AND RolloutId IN {ids:Array(String)}"
-_BUILT = f"SELECT RolloutId, Seconds, StageSeconds FROM spangrad.rollouts {_WHERE}"
-_TURNS = f"""
-SELECT RolloutId, CallId, Turn, AgentName, Policy, PromptIds, ResponseIds, Logprobs, Versions.Start, Versions.Version, Temperature,
-    FinishReason, TokenizerHash, TraceId, SpanId
-FROM spangrad.transitions {_WHERE} ORDER BY RolloutId, Turn, ChoiceIndex, CallId
+_KEY = "RunId = {run:String} AND BuildSpec = {spec:String} AND RolloutId IN {ids:Array(String)}"
+_FACTS = ("BuildId", "Seconds", "`StageSeconds.Name`", "`StageSeconds.Value`")
+_BUILT = f"""
+SELECT RolloutId, BuildId, Seconds, mapFromArrays(`StageSeconds.Name`, `StageSeconds.Value`) FROM {builds_sql(where=_KEY, facts=_FACTS)}
 """
-_DROPS = f"SELECT RolloutId, CallId, Reason, Detail FROM spangrad.drops {_WHERE} ORDER BY RolloutId, Timestamp, CallId, ChoiceIndex"
+_TURNS = f"""
+SELECT RolloutId, CallId, Turn, AgentName, Policy, PromptIds, ResponseIds, Logprobs, `Versions.Start`, `Versions.Version`, Temperature,
+    FinishReason, TokenizerHash, TraceId, SpanId
+FROM {rows_of_builds_sql("transitions", _KEY)} ORDER BY RolloutId, Turn, ChoiceIndex, CallId
+"""
+_DROPS = f"""
+SELECT RolloutId, CallId, Reason, Detail FROM {rows_of_builds_sql("drops", _KEY)} ORDER BY RolloutId, Timestamp, CallId, ChoiceIndex
+"""
 _REWARDS = f"""
-SELECT RolloutId, Name, Role, Value, Source, CallId FROM spangrad.rewards {_WHERE} ORDER BY RolloutId, Name, Role, CallId, Source
+SELECT RolloutId, Name, Role, Value, Source, CallId FROM {rows_of_builds_sql("rewards", _KEY)}
+ORDER BY RolloutId, Name, Role, CallId, Source
 """
 
 
@@ -54,18 +61,18 @@ def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts
     Raises:
         StoreError: the store does not answer, or fails.
     """
-    parameters = {"run": run_id, "spec": spec, "ids": list(rollouts)}
+    parameters: dict[str, Any] = {"run": run_id, "spec": spec, "ids": list(rollouts)}
 
-    def rows(sql: str, ids: Sequence[str]) -> Sequence[Sequence[Any]]:
+    def rows(sql: str) -> Sequence[Sequence[Any]]:
         with store_errors(url):
-            return client.query(sql, parameters={**parameters, "ids": list(ids)}).result_rows
+            return client.query(sql, parameters=parameters).result_rows
 
-    built = {
-        rollout: BuiltTrajectory(seconds if math.isfinite(seconds) else None, stages) for rollout, seconds, stages in rows(_BUILT, rollouts)
-    }
+    of_builds = rows(_BUILT)
+    built = {rollout: BuiltTrajectory(seconds if math.isfinite(seconds) else None, stages) for rollout, _, seconds, stages in of_builds}
     if not built:
         return built
-    for rollout, call, turn, agent, policy, prompt, response, logprobs, starts, versions, *rest in rows(_TURNS, list(built)):
+    parameters |= {"ids": list(built), "builds": [build for _, build, *_ in of_builds]}
+    for rollout, call, turn, agent, policy, prompt, response, logprobs, starts, versions, *rest in rows(_TURNS):
         temperature, finish_reason, tokenizer, trace, span = rest
         built[rollout].turns.append(
             TrajectoryTurn(
@@ -85,8 +92,8 @@ def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts
                 span_id=span,
             )
         )
-    for rollout, call, reason, detail in rows(_DROPS, list(built)):
+    for rollout, call, reason, detail in rows(_DROPS):
         built[rollout].drops.append(TrajectoryDrop(call_id=call, reason=reason, detail=detail))
-    for rollout, name, role, value, source, call in rows(_REWARDS, list(built)):
+    for rollout, name, role, value, source, call in rows(_REWARDS):
         built[rollout].rewards.append(TrajectoryReward(name=name, role=role, value=value, source=source, call_id=call))
     return built

@@ -235,15 +235,16 @@ def ancestors(versions: Mapping[tuple[str, int], Ancestor], first: Ancestor) -> 
 
 def descendants(versions: Iterable[Ancestor], branch: str, number: int) -> list[int]:
     """Return the numbers of the committed versions that were trained from a version, on any branch."""
-    committed = [version for version in versions if version.status == "committed"]
-    descendants_found, changed = {(branch, number)}, True
-    while changed:
-        more = {
-            (child.branch, child.version) for child in committed if (child.parent_branch, child.parent) in descendants_found
-        } - descendants_found
-        descendants_found |= more
-        changed = bool(more)
-    return sorted({version for _, version in descendants_found} - {number})
+    children: dict[tuple[str, int | None], list[tuple[str, int]]] = {}
+    for version in versions:
+        if version.status == "committed":
+            children.setdefault((version.parent_branch, version.parent), []).append((version.branch, version.version))
+    known, waiting = {(branch, number)}, [(branch, number)]
+    while waiting:
+        new = [child for child in children.get(waiting.pop(), ()) if child not in known]
+        known.update(new)
+        waiting += new
+    return sorted({version for _, version in known} - {number})
 
 
 def _versions(client: Client, policy: str) -> dict[tuple[str, int], Ancestor]:

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from commands.services.progress import ProgressReader
 from spangrad.errors import StoreError
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store import datasets
 from spangrad.store.clickhouse import connect
+from spangrad.supervisor.status_text import TrainingProgress
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
 from tests.support.policies import changed, trainer_settings
@@ -272,6 +274,16 @@ def test_selections_train_several_policies_from_same_spans(settings: Settings, w
     assert len(checksums) == 3
     spans = "SELECT Branch, uniqExact(RolloutId) FROM spangrad.lineage WHERE startsWith(Branch, %(run)s) GROUP BY Branch ORDER BY Branch"
     assert world.rows(spans) == [(coding, 4), (critic, 4), (planning, 4)]
+
+
+def test_training_progress_counts_built_rollouts_that_are_not_trained(settings: Settings, world: BuiltRollouts, run: str):
+    world.group("g", [1.0, 0.0])
+    world.group("g", [0.5], size=2, Revision=1)
+    world.group("held-out", [1.0], Mode="validate")
+    assert ProgressReader(settings).read() == TrainingProgress(2, None, None, None)
+    trained = {"Policy": "policy", "Branch": run, "BatchId": "b", "Version": 1, "RunId": run, "Mode": "train", "GroupId": "g", "Attempt": 0}
+    world.insert("batches", [{**trained, "RolloutId": "g-0", "BuildSpec": SPEC, "Revision": 1}])
+    assert ProgressReader(settings).read() == TrainingProgress(1, None, None, None)
 
 
 def test_train_once_from_store_to_committed_version(
