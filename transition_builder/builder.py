@@ -7,10 +7,7 @@ sink writes no revision twice.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 
@@ -33,9 +30,10 @@ from transition_builder.frames import Frames, conform, empty
 from transition_builder.rewards import sql
 from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS
 from transition_builder.source import late_spans
-from transition_builder.source.claims import Claims
+from transition_builder.source.claims import Claims, new_builder_name
 from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
 from transition_builder.source.known_builds import KnownBuilds
+from transition_builder.source.marks import Marks
 from transition_builder.source.queries import StoreReader
 from transition_builder.source.rollouts import RolloutReader
 from transition_builder.source.sink import Sink
@@ -54,8 +52,8 @@ class Builder:
     """Finds ended rollouts, remembers those that wait, builds those that are complete.
 
     Production and trials come behind, in slices; between two slices it looks for training again. Traces that no final root claims are among
-    them: their unconcluded calls are remembered, until their rollout ends, is silent for long enough, or turns out to have been built.
-    Rollouts of which something arrives after they were built are processed like new ones.
+    them: their calls are remembered until their rollout ends, is silent for long enough, or turns out to have been built. Rollouts of which
+    something arrives after they were built are processed like new ones.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Builder:
 
         Args:
             settings: of the store and the build.
-            since: build what has arrived since then; None: everything that was not built.
+            since: build what has arrived since then; None: everything that was not built, from the newest mark on.
             run: build only rollouts whose spans name this run; None: of all runs.
             force: conclude everything that has ended, whatever of it may still arrive.
             on_progress: called with the progress.
@@ -88,9 +86,10 @@ class Builder:
         self._force = force
         self._run = run
         self._on_progress = on_progress
-        name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        name = new_builder_name()
         self._reader = StoreReader(client, settings)
-        self._discovery = Discovery(self._reader, since)
+        is_usual = since is None and run is None and not force and self._reader.as_of is None
+        self._discovery = Discovery(self._reader, since, Marks(self._reader, name) if is_usual else None)
         self._source = RolloutReader(client, settings)
         self._ended = EndedRollouts(self._source, self._waiting_times)
         self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
@@ -141,6 +140,8 @@ class Builder:
             if self._discovery.sweep_is_due(self._clock()):
                 self._look(summary, sweeps=True)
             self._build_behind(summary)
+            if self._reassigned.is_empty() and self._late_rows.is_empty():
+                self._discovery.mark(waiting.oldest(self._pending, self._rootless))
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
         if summary.rollouts:
@@ -195,8 +196,7 @@ class Builder:
         named = arrived.filter(_NAMES_ITSELF)
         if named.height:
             built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
-            new = named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti")
-            self._add_pending(new)
+            self._add_pending(named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti"))
         self._behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:
             self._look_behind(self._discovery.rootless())
@@ -343,7 +343,8 @@ class Builder:
         activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
         rootless = rollouts_of(due, owners, activity)
         built = self._built(rootless["RolloutId"])
-        current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt"))
+        # Of several traces of a rollout, one may have been read and another not.
+        current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt").max().over(ROLLOUT))
         unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
         roots = self._discovery.roots(unbuilt.select(pl.col("RolloutId").filter("Ours")).to_series())
         traces = self._discovery.traces(unbuilt["TraceId"])

@@ -77,6 +77,11 @@ def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None =
     return (rows.select(due_at.min()).item() - now) / timedelta(seconds=1)
 
 
+def oldest(*waiting: pl.DataFrame) -> datetime | None:
+    """Return the time at which the oldest of rows with IngestedAt arrived. None: there is no row."""
+    return pl.concat([rows["IngestedAt"] for rows in waiting]).min()  # type: ignore[return-value]
+
+
 def slice_seconds(since_training: float) -> float:
     """Return the time that a slice should take, in seconds, so long after the last rollout of training has ended."""
     return SLICE_SECONDS if since_training < _BUSY_SECONDS else LONG_SLICE_SECONDS

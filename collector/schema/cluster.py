@@ -41,6 +41,7 @@ SHARD_BY = {
     "trained_calls": _ROLLOUT,
     "trained_tokens": _ROLLOUT,
     "datasets": "cityHash64(Name)",
+    "builder_marks": "cityHash64(BuildSpec)",
     "batch_files": "cityHash64(Policy, Branch)",
     "policy_versions": "cityHash64(Policy, Branch)",
 }

@@ -11,7 +11,10 @@ that build the same rollout write the same rows, or one of them the next revisio
 
 from __future__ import annotations
 
+import os
+import socket
 import time
+import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import polars as pl
@@ -39,6 +42,11 @@ FROM spangrad_internal.claims AS c
 WHERE BuildSpec = %(spec)s AND c.IngestedAt > now64(6) - toIntervalMillisecond(%(lease)s) AND RolloutId IN {keys}
 GROUP BY RunId, RolloutId, Builder
 """
+
+
+def new_builder_name() -> str:
+    """Return a name that no other builder has."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 class Claims:

@@ -21,6 +21,7 @@ from transition_builder.completeness.resolve import NAMED, owners_of
 from transition_builder.dialects import MODEL_SPAN_SQL
 from transition_builder.frames import concat, conform, empty
 from transition_builder.schemas import ACTIVITY, ARRIVED, MICROSECONDS, NAMES, OWNERS, ROOTLESS, ROOTS, TALLY, TRACES, Schema
+from transition_builder.source.marks import Marks
 from transition_builder.source.queries import StoreReader, batches
 
 OVERLAP = timedelta(seconds=120)
@@ -127,9 +128,10 @@ _NAMELESS = (
 class Discovery:
     """Finds rollouts for one build specification."""
 
-    def __init__(self, reader: StoreReader, since: datetime | None = None) -> None:
-        """Find what has arrived since a time; None: ever. This does not query the store yet."""
+    def __init__(self, reader: StoreReader, since: datetime | None = None, marks: Marks | None = None) -> None:
+        """Find what has arrived since a time; None: since the newest of the marks, or ever. This does not query the store yet."""
         self._reader = reader
+        self._marks = marks
         self._arrived = reader.arrived("rollout_spans")
         self._begin = since
         self._now: datetime | None = None
@@ -147,7 +149,18 @@ class Discovery:
             now: the store's clock.
             sweeps: read all that may have arrived since the last sweep; the first sweep reads history.
         """
+        if self.is_first and self._begin is None and self._marks:
+            self._begin = self._marks.read()
         self._now, self.sweeps = now, sweeps
+
+    def mark(self, oldest: datetime | None) -> None:
+        """Mark that what was found before is built.
+
+        Args:
+            oldest: arrival of the oldest that was found and is not built. None: all is built.
+        """
+        if self._marks and self._last_sweep:
+            self._marks.move(min(self._last_sweep, oldest or self._last_sweep) - OVERLAP)
 
     def done(self) -> None:
         """Mark the pass as done: the caller has all that it found."""
