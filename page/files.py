@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import PurePosixPath
 
@@ -79,7 +79,7 @@ class PageFiles:
         return _static(name)
 
 
-@cache
+@lru_cache(256)
 def _static(name: str) -> StaticFile | None:
     path = PurePosixPath(name)
     kind = _TYPES.get(path.suffix)

@@ -1,7 +1,7 @@
 """Root spans of attempts that no worker ends: their workers died, or their rollouts were cancelled between two attempts.
 
-In: rollouts as the queue knows them. Out: root spans. Invariant: each is written once by this process, and is the same span as that of the
-attempt's own worker; until all of a rollout's exist, the builder waits.
+In: rollouts as the queue knows them. Out: root spans. Invariant: each is written once by this process, with the ids that the attempt's own
+worker would give it and the queue's times, so that all processes write the same row. Until all of a rollout's exist, the builder waits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class LostAttempts:
         await self._write_all(full_rollout, None if between else last.attempt)
         if between:
             # No attempt was running, and no root span has the final mark: another one must mark the end of the rollout.
-            self.write(_rollout(queued, last.attempt + 1), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
+            _, ended = _times(last)
+            self.write(_rollout(queued, last.attempt + 1), _CANCELLED_BETWEEN_ATTEMPTS, 0, (ended, ended), final=True)
 
     async def close_before(self, lease: RolloutLease) -> None:
         """Write the missing root spans of the attempts before a lease's."""
@@ -48,12 +49,14 @@ class LostAttempts:
     def end_cancelled(self, lease: RolloutLease) -> None:
         """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
         rollout = rollout_of(lease)
-        self.write(replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1)), _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
+        after = replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1))
+        self.write(after, _CANCELLED_BETWEEN_ATTEMPTS, 0, None, final=True)
 
-    def write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, *, final: bool) -> None:
-        """Write the root span of an attempt, unless this process has written it."""
+    def write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, times: tuple[int, int] | None, *, final: bool) -> None:
+        """Write the root span of an attempt with these times (ns since 1970; None: now), unless this process has written it."""
         if self._roots.claim(rollout.key.rollout_id, rollout.key.attempt):
-            self._roots.close(self._roots.open(rollout), answer, calls, final=final)
+            began, ended = times or (None, None)
+            self._roots.close(self._roots.open(rollout, began=began), answer, calls, final=final, ended=ended)
 
     async def _write_all(self, full_rollout: QueuedRollout, final: int | None) -> None:
         for attempt in full_rollout.attempts:
@@ -61,7 +64,8 @@ class LostAttempts:
                 key = RolloutKey(full_rollout.run_id, full_rollout.rollout_id, attempt.attempt)
                 counted = await self._gateway.calls(key) if self._gateway is not None else None
                 answer = AttemptOutcome(None, attempt.reason, attempt.detail)
-                self.write(_rollout(full_rollout, attempt.attempt), answer, counted and counted.calls, final=attempt.attempt == final)
+                calls, is_final = counted and counted.calls, attempt.attempt == final
+                self.write(_rollout(full_rollout, attempt.attempt), answer, calls, _times(attempt), final=is_final)
 
 
 def rollout_of(lease: RolloutLease) -> Rollout:
@@ -75,6 +79,11 @@ def _rollout(queued: QueuedRollout, attempt: int) -> Rollout:
     key = RolloutKey(queued.run_id, queued.rollout_id, attempt)
     task = Task(queued.task_id, None, queued.prompt, data_source=queued.data_source)
     return Rollout(key, task, Mode(queued.mode), queued.group_id, queued.group_size)
+
+
+def _times(attempt: AttemptRecord) -> tuple[int, int]:
+    """Return when an attempt began and ended, in nanoseconds since 1970, by the clock of the queue's server."""
+    return round(attempt.began_at * 1e9), round((attempt.ended_at or attempt.began_at) * 1e9)
 
 
 def _ended_by_queue(attempt: AttemptRecord) -> bool:

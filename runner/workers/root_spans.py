@@ -57,7 +57,7 @@ class RootSpan:
 
     rollout: Rollout
     ids: otlp.SpanIds
-    began: int = field(default_factory=time.time_ns)
+    began: int
     """Time in nanoseconds since 1970."""
     sequence: Mapping[str, otlp.Value] = field(default_factory=SEQUENCE.next)
     """Attributes of its place in the sequence of the process."""
@@ -96,11 +96,17 @@ class RootSpans:
             self._claims.popitem(last=False)
         return True
 
-    def open(self, rollout: Rollout, sandbox: SandboxFacts = UNCONFINED) -> RootSpan:
-        """Begin the root span of an attempt: a trace of its own, independent of the caller's span."""
+    def open(self, rollout: Rollout, sandbox: SandboxFacts = UNCONFINED, began: int | None = None) -> RootSpan:
+        """Begin the root span of an attempt: a trace of its own, independent of the caller's span.
+
+        Args:
+            rollout: identity of the attempt.
+            sandbox: sandbox that its program runs in.
+            began: time in nanoseconds since 1970. None: now.
+        """
         key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
         ids = otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key))
-        return RootSpan(rollout, ids, sandbox=sandbox)
+        return RootSpan(rollout, ids, time.time_ns() if began is None else began, sandbox=sandbox)
 
     def close(
         self,
@@ -111,6 +117,7 @@ class RootSpans:
         *,
         final: bool,
         log: str = "",
+        ended: int | None = None,
     ) -> None:
         """Write the result of an attempt to its root span, and its stages as children, and end it.
 
@@ -121,8 +128,9 @@ class RootSpans:
             stages: times of the stages that the attempt reached.
             final: True if no other attempt follows.
             log: end of what the attempt printed; empty if it printed nothing.
+            ended: time in nanoseconds since 1970. None: now.
         """
-        rollout, ended = span.rollout, time.time_ns()
+        rollout, ended = span.rollout, time.time_ns() if ended is None else ended
         attributes: dict[str, otlp.Value] = {
             **_identity(rollout),
             semconv.TASK_ID: rollout.task.task_id,

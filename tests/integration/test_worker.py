@@ -124,8 +124,15 @@ async def test_worker_killed_has_its_root_spans_closed_by_others(tmp_path: Path)
                 worker.process.wait()
             await asyncio.to_thread(wait_until, lambda: not services.processes(), 60, "the end of the agent's programs")
             assert (await client.ended("run", wait_seconds=20)).rollouts[0].state is RolloutState.DEAD
-            services.start_worker()
-            await asyncio.to_thread(services.sink.wait_for, lambda: ("r0", 1) in services.roots(), 30)
+            for _ in range(2):  # two workers that find it dead
+                services.start_worker()
+            await asyncio.to_thread(services.sink.wait_for, lambda: len(services.sink.named("rollout")) >= 4, 30)
+            (rollout,) = (await client.ended("run")).rollouts
+            attempts = (await client.rollout(rollout.rollout_id)).attempts
+            rows = {(span.span_id, span.began, span.seconds) for span in services.sink.named("rollout")}
+            assert len(rows) == 2, "both workers wrote the same row of each attempt"
+            assert {began for _, began, _ in rows} == {round(attempt.began_at * 1e9) for attempt in attempts}
+            assert all(seconds > 0 for *_, seconds in rows)
             assert {key: (r[semconv.ROLLOUT_FAILURE], r[semconv.ROLLOUT_FINAL]) for key, r in services.roots().items()} == {
                 ("r0", 0): ("lost", False),
                 ("r0", 1): ("lost", True),

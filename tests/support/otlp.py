@@ -320,6 +320,7 @@ class SunkSpan:
     events: tuple[tuple[str, dict[str, object]], ...]
     service: str
     scope: str
+    began: int
     seconds: float
 
 
@@ -378,6 +379,7 @@ def _sunk(span: Any, service: str, scope: str) -> SunkSpan:
         events=tuple((event.name, _plain(event.attributes)) for event in span.events),
         service=service,
         scope=scope,
+        began=span.start_time_unix_nano,
         seconds=(span.end_time_unix_nano - span.start_time_unix_nano) / 1e9,
     )
 
