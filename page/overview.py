@@ -13,7 +13,7 @@ from page.reading import PageStore
 from page.services import services_of
 from page.training import branches_of, steps_of
 from spangrad.settings import Settings
-from spangrad.store.built_rollouts import arrived_drops_sql, revisions_sql
+from spangrad.store.built_rollouts import arrived_drops_sql, ended_rollouts_sql, revisions_sql
 from spangrad.store.datasets import built_sql
 
 FRESH_SECONDS = 3.0
@@ -27,9 +27,8 @@ FROM {revisions_sql()} WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
 """
 _WAITING = f"""
 SELECT uniqExact(RolloutId) AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
-FROM spangrad_internal.attempts
-WHERE Final AND IngestedAt > now64(6) - INTERVAL 1 HOUR
-    AND RolloutId NOT IN {built_sql("IngestedAt > now64(6) - INTERVAL 2 HOUR")}
+FROM {ended_rollouts_sql("IngestedAt > now64(6) - INTERVAL 1 HOUR")}
+WHERE RolloutId NOT IN {built_sql("IngestedAt > now64(6) - INTERVAL 2 HOUR")}
 """
 _DROPS = f"""
 SELECT Reason, count() AS Count FROM {arrived_drops_sql("IngestedAt > now64(6) - INTERVAL 24 HOUR")}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.errors import StoreError
 from spangrad.settings import Settings
+from spangrad.store.built_rollouts import untrained_sql
 from spangrad.store.clickhouse import connect, store_errors
 from spangrad.supervisor.status_text import TrainingProgress
 
@@ -23,13 +24,6 @@ SELECT Version, Metrics['mean_return'], Metrics['seconds_idle'] / nullIf(Metrics
 FROM spangrad.policy_versions
 WHERE Policy = {policy:String} AND Branch = {branch:String} AND Status = 'committed' AND BatchId != ''
 ORDER BY Version DESC LIMIT 1"""
-_WAITING = """
-SELECT uniqExact(RolloutId) FROM spangrad_internal.builds
-WHERE RunId = {run:String} AND Mode = 'train' AND Revision = 0 AND IngestedAt > now64(6) - INTERVAL 1 DAY
-    AND RolloutId NOT IN (
-        SELECT RolloutId FROM spangrad_internal.batches WHERE RunId = {run:String} AND IngestedAt > now64(6) - INTERVAL 1 DAY
-    )"""
-"""Query of what was built within a day; the first revision, so that a rollout which was trained was trained since."""
 
 
 class ProgressReader:
@@ -57,6 +51,6 @@ class ProgressReader:
         self._client = client = self._client or connect(store)
         with store_errors(store.url):
             steps = client.query(_STEP, parameters={"policy": trainer.policy, "branch": trainer.branch}).result_rows
-            waiting = client.query(_WAITING, parameters={"run": trainer.run_id}).result_rows[0][0]
+            waiting = client.query(untrained_sql(), parameters={"run": trainer.run_id}).result_rows[0][0]
         version, mean_return, idle_share = steps[0] if steps else (None, None, None)
         return TrainingProgress(waiting, version, mean_return, idle_share)

@@ -1,4 +1,4 @@
-"""SQL of built rollouts for readers who go through them page by page: their revisions, the newest of some, the versions that they trained.
+"""SQL of rollouts for readers who go through them page by page or look again and again: revisions, the newest of some, what waits.
 
 In: conditions. Out: subqueries. Invariant: the newest revision of a rollout is the row that `spangrad.rollouts` has of it; unlike
 that view, these read only what a condition names.
@@ -41,3 +41,19 @@ def trained_versions_sql(where: str) -> str:
 def arrived_drops_sql(where: str) -> str:
     """Return a subquery with the drops of every revision, by a condition over their columns: how many arrived, not how many count."""
     return f"(SELECT * FROM spangrad_internal.drops WHERE {where})"
+
+
+def untrained_sql() -> str:
+    """Return a query of the number of rollouts of mode train of {run:String} that were built within a day, and are not trained.
+
+    It looks at first revisions, so that those which were trained were trained since.
+    """
+    recent = "RunId = {run:String} AND IngestedAt > now64(6) - INTERVAL 1 DAY"
+    trained = f"SELECT RolloutId FROM spangrad_internal.batches WHERE {recent}"
+    built = f"{recent} AND Mode = 'train' AND Revision = 0 AND RolloutId NOT IN ({trained})"
+    return f"SELECT uniqExact(RolloutId) FROM spangrad_internal.builds WHERE {built}"
+
+
+def ended_rollouts_sql(where: str) -> str:
+    """Return a subquery with RolloutId and Timestamp of final root spans, by a condition over their columns; one may be there twice."""
+    return f"(SELECT RolloutId, Timestamp FROM spangrad_internal.attempts WHERE Final AND {where})"
