@@ -50,9 +50,11 @@ class LostAttempts:
         """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
         rollout = rollout_of(lease)
         after = replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1))
-        self.write(after, _CANCELLED_BETWEEN_ATTEMPTS, 0, None, final=True)
+        self.write(after, _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
 
-    def write(self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, times: tuple[int, int] | None, *, final: bool) -> None:
+    def write(
+        self, rollout: Rollout, answer: AttemptOutcome, calls: int | None, times: tuple[int, int] | None = None, *, final: bool
+    ) -> None:
         """Write the root span of an attempt with these times (ns since 1970; None: now), unless this process has written it."""
         if self._roots.claim(rollout.key.rollout_id, rollout.key.attempt):
             began, ended = times or (None, None)
