@@ -28,7 +28,7 @@ VISIBLE_SECONDS = 10
 """Time in which nearly every insert becomes visible after its rows were dated, in seconds."""
 _OVERLAP = VISIBLE_SECONDS * 1_000_000
 """Overlap of two polls, in microseconds."""
-_SWEEP_OVERLAP = 120_000_000
+SWEEP_OVERLAP = 120_000_000
 """Overlap of two sweeps, in microseconds: longer than any insert takes."""
 _SECONDS_BETWEEN_SWEEPS = 30.0
 
@@ -117,7 +117,7 @@ class BuiltGroups:
     def _scan(self) -> None:
         ((now,),) = self._rows(_NOW)
         # Before they are counted: what becomes visible in between is read again.
-        _, seen = self._arrived(int(now) - _SWEEP_OVERLAP)
+        _, seen = self._arrived(int(now) - SWEEP_OVERLAP)
         self._whole, self._sorted = self._count(THIS_RUN), None
         self._reads_until = self._swept = int(now)
         self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
@@ -133,7 +133,7 @@ class BuiltGroups:
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
-        now, arrived = self._arrived(self._swept - _SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
+        now, arrived = self._arrived(self._swept - SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
         new = arrived - self._seen
         complete = {} if self._greedy else whole_by_rows(new, self._seen | arrived)
         if complete:
@@ -145,7 +145,7 @@ class BuiltGroups:
             groups |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
         for ids in batches_of_keys(groups):
             self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
-        self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - _SWEEP_OVERLAP}
+        self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
         self._reads_until = now
         if sweeps:
             self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS

@@ -15,6 +15,7 @@ from spangrad.store.clickhouse import store_errors
 from spangrad.store.datasets import built_sql, rows_sql
 from spangrad.types import Mode
 from trainer.credit.roles import counts
+from trainer.data.built_groups import SWEEP_OVERLAP
 from trainer.monitor.batch_metrics import sums
 from trainer.monitor.ratings import Competitor, PlayedGames, Score, scores_of
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 _THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _NEW = f"{_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 _ARRIVED = f"SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)), groupUniqArray(RolloutId) FROM spangrad_internal.builds WHERE {_NEW}"
-_OVERLAP = 120_000_000
-"""Overlap of two reads, in microseconds: longer than any insert takes to become visible after its rows were dated."""
 _VERSIONS = "if(empty(`Versions.Version`), [Version], `Versions.Version`)"
 _ROLLOUTS = f"""
 SELECT RolloutId, groupUniqArray((AgentName, Policy, {_VERSIONS})),
@@ -86,7 +85,7 @@ class HeldOutRollouts:
             count, newest, ids = self._query_arrived(self._since)
             if not count or (count, newest) == self._arrived:
                 return set()
-            since = max(newest - _OVERLAP, 0)
+            since = max(newest - SWEEP_OVERLAP, 0)
             # Before the rollouts: what comes between the two is read again.
             arrived = self._query_arrived(since)[:2]
             new = f"{_THIS_RUN} AND RolloutId IN {built_sql(_NEW)}" if self._since else _THIS_RUN

@@ -105,7 +105,7 @@ def ratings(games: PlayedGames) -> dict[Competitor, float]:
     places = {competitor: place for place, competitor in enumerate([SCRIPTS, *competitors])}
     prior = [(SCRIPTS, competitor, _PRIOR_GAMES, _PRIOR_GAMES / 2) for competitor in competitors]
     firsts, seconds, counts, points = zip(*prior, *sums, strict=True)
-    first, second = np.array([places[one] for one in firsts]), np.array([places[one] for one in seconds])
+    first, second = (np.array([places[competitor] for competitor in side]) for side in (firsts, seconds))
     played, won_by_first = np.array(counts, np.float64), np.array(points, np.float64)
     size = len(places)
     won = np.bincount(first, won_by_first, size) + np.bincount(second, played - won_by_first, size)
