@@ -163,7 +163,7 @@ def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -
         assert engine.stdout
         assert engine.stdout.readline() == "started\n"
         engine.send_signal(signal.SIGTERM)
-        assert engine.wait(5) == 0
+        assert engine.wait(20) == 0
     both = pids.read_text().split()
     assert len(both) == 2
     wait_until(lambda: not any(alive(pid) for pid in both), 2, "the end of vLLM's processes")

@@ -151,7 +151,7 @@ def test_autoload_without_store_ends_in_time_and_reports_lost_spans(tmp_path: Pa
     code, out, err = finish(start(program, tmp_path, environment(f"http://127.0.0.1:{port}")))
     assert (code, out) == (0, "done\n")
     assert f"spangrad: 1 spans were not delivered to http://127.0.0.1:{port}/v1/traces and are lost.\n" in err
-    assert 10 < time.monotonic() - started < 14
+    assert 10 < time.monotonic() - started < 20
 
 
 def test_autoload_hooks_run_again_change_nothing(tmp_path: Path) -> None:

@@ -627,7 +627,7 @@ def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) ->
             post(store, after.otlp())
             wait_until(lambda: len(outcome(store, "follow")[0]) == 2, 30, "the second build")
             follower.process.send_signal(signal.SIGTERM)
-            assert follower.process.wait(2) == 0
+            assert follower.process.wait(20) == 0
             assert [row[0] for row in outcome(store, "follow")[0]] == ["one", "two"]
     finally:
         follower.stop(0)

@@ -108,11 +108,11 @@ def test_lossless_span_processor_full_queue_delays_once_then_drops(capsys: pytes
     provider = provider_with(processor)
     started = time.monotonic()
     emit(provider, 50, text="x" * 700)
-    assert 0.2 < time.monotonic() - started < 1
+    assert 0.2 < time.monotonic() - started < 5, "one wait, not one for each span"
     assert 40 <= processor.lost < 50
     started = time.monotonic()
     provider.shutdown()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
     assert capsys.readouterr().err == f"spangrad: 50 spans were not delivered to http://127.0.0.1:{port}/v1/traces and are lost.\n"
     assert processor.lost == 50
 

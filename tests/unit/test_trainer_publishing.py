@@ -125,7 +125,7 @@ def test_publication_awaited_ends_at_signal(tmp_path: Path, base: Path) -> None:
     threading.Thread(target=terminate).start()
     with pytest.raises(Stopped), trainer.shutdown.listening():
         trainer.run(follow=True)
-    assert time.monotonic() - times[0] < 0.5
+    assert time.monotonic() - times[0] < 5
     trainer.close()
 
 
