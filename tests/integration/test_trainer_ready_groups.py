@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -117,6 +118,28 @@ def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
         "SELECT changes.number, changes.freed \nFROM changes"
     ]
     ledger.close()
+
+
+def test_look_with_commit_between_its_statements_omits_its_groups_at_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = place()
+    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+    source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
+    source.all = [group(name) for name in "abcd"]
+    assert names(ready.poll(source)) == [*"abcd"]
+    train(other, "a")
+    finished, committed = ready._finished, iter("bc")
+
+    def with_commit(*arguments: Any) -> Any:
+        read = finished(*arguments)
+        for name in committed:
+            train(other, name)
+        return read
+
+    monkeypatch.setattr(ready, "_finished", with_commit)
+    assert names(ready.poll(source)) == [*"bcd"]
+    assert names(ready.poll(source)) == ["d"]
+    for opened_ledger in (ledger, other):
+        opened_ledger.close()
 
 
 def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
