@@ -28,6 +28,7 @@ from spangrad.processes import MARK, wait_until
 from spangrad.settings.runner import ContainerSettings
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import RunnerServices, is_state, kill, runner_services, until
+from tests.support.worker_kills import runs
 
 AGENT = """
     read given
@@ -83,10 +84,7 @@ def has_ended(pid: int, seconds: float = 10) -> bool:
     """Return whether a process ends within so many seconds; one that only waits to be collected has ended."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        try:
-            if "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
-                return True
-        except (FileNotFoundError, ProcessLookupError):
+        if not runs(pid):
             return True
         time.sleep(0.01)
     return False

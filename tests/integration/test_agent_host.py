@@ -22,6 +22,7 @@ from spangrad.agent.reward_values import rewards_from
 from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
 from tests.support.otlp import OtlpSink
+from tests.support.worker_kills import runs
 
 AGENT = """
     import asyncio, os, sys, threading, time
@@ -259,7 +260,7 @@ async def test_agent_command_cancelled_at_its_start_ends_its_process_group(tmp_p
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    wait_until(lambda: _has_ended(int(pid.read_text())), 0.5, "the program's end", poll_seconds=0.01)
+    wait_until(lambda: not runs(int(pid.read_text())), 10, "the program's end", poll_seconds=0.01)
 
 
 def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> None:
@@ -271,15 +272,7 @@ def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> 
         wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), 10, "the program")
         host.process.terminate()
         host.process.wait(10)
-        wait_until(lambda: _has_ended(int(pid.read_text())), 5, "the program's end")
-
-
-def _has_ended(pid: int) -> bool:
-    """Return whether the process is gone, or is a zombie."""
-    try:
-        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+        wait_until(lambda: not runs(int(pid.read_text())), 10, "the program's end")
 
 
 @pytest.mark.parametrize("kind", ["callable", "decorator", "program"])

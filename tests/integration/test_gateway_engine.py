@@ -23,6 +23,7 @@ from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 from spangrad.weights.checksums import checksum_directory
+from tests.support.worker_kills import runs
 
 _SERVE = "from gateway.engine import serve; from spangrad.settings.sources import load_settings; serve(load_settings())"
 
@@ -164,17 +165,9 @@ def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -
         assert engine.stdout.readline() == "started\n"
         engine.send_signal(signal.SIGTERM)
         assert engine.wait(20) == 0
-    both = pids.read_text().split()
+    both = [int(pid) for pid in pids.read_text().split()]
     assert len(both) == 2
-    wait_until(lambda: not any(alive(pid) for pid in both), 2, "the end of vLLM's processes")
-
-
-def alive(pid: str) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not any(runs(pid) for pid in both), 20, "the end of vLLM's processes")
 
 
 def script(directory: Path, text: str) -> Path:

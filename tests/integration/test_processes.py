@@ -18,18 +18,12 @@ import pytest
 from spangrad import processes
 from spangrad.errors import SpangradError
 from spangrad.processes import MARK, Child, die_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+from tests.support.worker_kills import runs
 
 
 def require_ended(pid: int) -> None:
     end = time.monotonic() + 10
-    while alive(pid):
+    while runs(pid):
         assert time.monotonic() < end, f"process {pid} still runs"
         time.sleep(0.02)
 

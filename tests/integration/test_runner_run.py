@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from runner.groups import queued
@@ -373,23 +373,7 @@ async def test_run_command_agent_rollouts_are_rewarded_and_recorded(tmp_path: Pa
         inside = on.sink.named("in the program")
         assert len(inside) == 4
         assert [s for s in inside if s.parent_id != roots[s.attributes[semconv.ROLLOUT_ID]].span_id] == []
-    assert [command for command, directory in _processes() if directory == str(tmp_path)] == []
-
-
-def _processes() -> list[tuple[bytes, str]]:
-    """Command line and working directory of all processes that we may see."""
-    return [((p / "cmdline").read_bytes(), _cwd(p)) for p in Path("/proc").glob("[0-9]*") if _readable(p)]
-
-
-def _readable(process: Path) -> bool:
-    try:
-        return bool((process / "cmdline").read_bytes()) and bool(_cwd(process))
-    except OSError:
-        return False
-
-
-def _cwd(process: Path) -> str:
-    return str((process / "cwd").readlink())
+    assert [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(tmp_path)] == []
 
 
 async def test_run_command_agent_with_evaluator_timeout_fails(tmp_path: Path) -> None:
@@ -419,13 +403,9 @@ async def test_run_cancelled_ends_root_spans_and_leaves_no_process(tmp_path: Pat
 
 
 def _children() -> list[str]:
-    """Agent hosts among this process's children."""
-    processes = [p for p in Path("/proc").glob("[0-9]*") if _readable(p)]
-    return [
-        str(p)
-        for p in processes
-        if b"spangrad.agent.host" in (p / "cmdline").read_bytes() and f"PPid:\t{os.getpid()}\n" in (p / "status").read_text()
-    ]
+    """Command lines of agent hosts among this process's children."""
+    processes = [process.as_dict(["cmdline"]) for process in psutil.Process().children()]
+    return [" ".join(process["cmdline"]) for process in processes if "spangrad.agent.host" in (process["cmdline"] or [])]
 
 
 async def test_run_with_missing_service_raises_before_any_rollout(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from spangrad.supervisor import run_directory
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
 from spangrad.supervisor.service import RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
+from tests.support.worker_kills import runs
 
 SERVER = """
 import http.server, os, sys, time
@@ -37,13 +38,6 @@ def server(name: str, logs: Path, *needs: str, delay: float = 0) -> ServiceSpec:
     (port,) = free_ports(1)
     command = (sys.executable, "-c", SERVER, str(port), str(delay))
     return ServiceSpec(name, command, logs / f"{name}.log", f"http://127.0.0.1:{port}/", needs)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def poll_until(supervisor: Supervisor, reached: Callable[[], bool], seconds: float = 30) -> None:
@@ -74,7 +68,7 @@ def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path
     assert [event.partition(" (")[0] for event in events] == [
         *("starting store", "store is ready", "starting gateway", "gateway is ready", "starting worker", "worker is ready")
     ]
-    assert not any(alive(pid) for pid in running)
+    assert not any(runs(pid) for pid in running)
     assert set(states(supervisor).values()) == {"stopped"}
 
 
@@ -160,11 +154,11 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
         assert status
         running = [each["pid"] for each in status["services"]]
         assert owner_of(tmp_path) == process.pid
-        assert all(alive(pid) for pid in running)
+        assert all(runs(pid) for pid in running)
     finally:
         process.kill()
         process.wait()
-    wait_until(lambda: not any(alive(pid) for pid in running), 10, "the end of the services")
+    wait_until(lambda: not any(runs(pid) for pid in running), 10, "the end of the services")
     assert owner_of(tmp_path) is None
     assert status_of(tmp_path) is None
 
@@ -206,9 +200,9 @@ with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command,
 
 def test_up_waits_for_services_of_a_killed_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     service = killed_run(tmp_path, SLOW_END)
-    assert alive(service)
+    assert runs(service)
     with RunDirectory(tmp_path):
-        assert not alive(service)
+        assert not runs(service)
         assert status_of(tmp_path) == {"services": []}, "the earlier run's status is not this one's"
     assert f"waiting for services of an earlier run in {tmp_path}, which was killed: gateway (process {service} on " in caplog.text
     caplog.clear()

@@ -85,7 +85,12 @@ class Victims:
 
 def lives(process: psutil.Process) -> bool:
     """Return whether a process runs; a killed one that is still a zombie does not."""
+    return process.is_running() and runs(process.pid)
+
+
+def runs(pid: int) -> bool:
+    """Return whether there is a process of this number that is no zombie."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
