@@ -50,7 +50,9 @@ _EVERYWHERE = "schema_migrations"
 """Table that is replicated on all servers of all shards, so that each knows the applied migrations."""
 
 CREATE = re.compile(r"CREATE (DATABASE|TABLE|MATERIALIZED VIEW|VIEW) IF NOT EXISTS (?:(\w+)\.)?(\w+)")
-"""Beginning of every statement of the schema: the kind of what it creates, its database, and its name."""
+"""Beginning of every statement that creates: the kind of what it creates, its database, and its name."""
+_INDEX = re.compile(r"ALTER TABLE (\w+)\.(\w+)(?= (?:ADD|MATERIALIZE) INDEX )")
+"""Beginning of every other statement of the schema: the database and the name of a table that gets an index."""
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"", re.DOTALL)
 _ENGINE = re.compile(r"\bENGINE = (\w*MergeTree)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
 _TABLE = re.compile(rf"\b({STOCK}|{INTERNAL})\.(\w+)")
@@ -97,7 +99,7 @@ class Layout:
         return _outside_literals(sql, _global) if self.sharded else sql
 
     def statements(self, statements: list[str]) -> list[str]:
-        """Return the statements that create in this layout what the statements for one server create.
+        """Return the statements that do in this layout what the statements for one server do.
 
         Args:
             statements: without comments.
@@ -105,9 +107,12 @@ class Layout:
         Raises:
             StoreError: a statement is of an unknown kind, or a table has no sharding key.
         """
-        return statements if self.cluster is None else [created for statement in statements for created in self._create(statement)]
+        return statements if self.cluster is None else [own for statement in statements for own in self._statements(statement)]
 
-    def _create(self, sql: str) -> list[str]:
+    def _statements(self, sql: str) -> list[str]:
+        if indexed := _INDEX.match(sql):
+            database, name = indexed.groups()
+            return [f"ALTER TABLE {database}.{self.local(name)}{self.on_cluster}{sql[indexed.end() :]}"]
         match = CREATE.match(sql)
         if not match:
             raise StoreError(f"no cluster's form of {first_line(sql)!r} is known. Teach it to collector/schema/cluster.py.")

@@ -126,6 +126,11 @@ class RolloutOrder:
         """Return the expression that the order compares."""
         return SORTS[self.sort]
 
+    @property
+    def newest_built(self) -> bool:
+        """Return whether the order is that of builds, the newest first."""
+        return self.sort == "built" and self.descending and (self.after is None or isinstance(self.after[0], int))
+
     def clauses(self) -> tuple[str, str, dict[str, Any]]:
         """Return a condition, an ORDER BY clause and the parameters of both."""
         direction = "DESC" if self.descending else "ASC"

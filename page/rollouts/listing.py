@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from page.encoding import csv_line
 from page.reading import PageStore
 from page.rollouts.filters import HAS_RETURN, KEY, RolloutFilter, RolloutOrder, cursor_of
 from page.rollouts.text_search import rollouts_with
-from spangrad.store.built_rollouts import newest_revisions_sql, revisions_sql, trained_versions_sql
+from spangrad.store.built_rollouts import last_built_sql, newest_revisions_sql, revisions_sql, trained_versions_sql
 
 PAGE_ROWS = 200
 EXPORT_ROWS = 100_000
@@ -23,6 +24,8 @@ EXPORT_ROWS = 100_000
 SEARCH_SECONDS = 0.1
 """Time after which a search returns what it has, in seconds."""
 _EXPORT_PAGE = 5000
+_WINDOWS_US = tuple(minutes * 60 * 10**6 for minutes in (10, 2 * 60, 24 * 60, 12 * 24 * 60, 144 * 24 * 60))
+"""Lengths of the windows of time in which the newest builds are looked for, one before the other, in microseconds; then the rest."""
 BINS = 24
 _LIST = f"""
 SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, Outcome, Return, ReturnsByRole, Calls, Transitions, Drops,
@@ -30,11 +33,13 @@ SELECT RunId, Mode, TaskId, GroupId, RolloutId, BuildSpec, Attempt, Attempts, Ou
     toUnixTimestamp64Milli(StartedAt) AS StartedMs, Seconds, BuildId,
     toUnixTimestamp64Micro(IngestedAt) AS BuiltUs, {{value}} AS SortValue
 FROM {revisions_sql()}
-WHERE {{condition}} AND {{after}}
+WHERE {{condition}} AND {{after}} AND {{window}}
 ORDER BY {{order}}
 LIMIT {{{{limit:UInt32}}}}
 """
-_OF_IDS = "RolloutId IN {ids:Array(String)}"
+_WINDOW = "IngestedAt > fromUnixTimestamp64Micro({since:Int64}) AND IngestedAt <= fromUnixTimestamp64Micro({until:Int64})"
+_LAST_BUILT = f"SELECT toUnixTimestamp64Micro(max(BuiltAt)) AS Us FROM {last_built_sql()}"
+_OF_IDS = "RunId IN {runs:Array(String)} AND RolloutId IN {ids:Array(String)}"
 _NEWEST = f"SELECT BuildId, toUnixTimestamp64Micro(BuiltAt) AS BuiltUs FROM {newest_revisions_sql(_OF_IDS)}"
 _TRAINED = f"SELECT * FROM {trained_versions_sql(_OF_IDS)}"
 _BOUNDS = f"""
@@ -65,16 +70,40 @@ def page_of(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limi
     The columns are those of spangrad.rollouts. That view looks for the newest build of every rollout; here only those of the page are
     looked for, so that a page may have fewer rows than its limit.
     """
-    condition, parameters = rollouts.condition()
-    after, order_by, more = order.clauses()
-    sql = _LIST.format(value=order.expression, condition=condition, after=after, order=order_by)
-    rows = store.rows(sql, {**parameters, **more, "limit": limit + 1})
+    rows = _revisions(store, rollouts, order, limit + 1)
     following = cursor_of(rows[limit - 1]) if len(rows) > limit else None
-    ids = {"ids": list({row["RolloutId"] for row in rows[:limit]})}
+    ids = {parameter: list({row[name] for row in rows[:limit]}) for parameter, name in (("runs", "RunId"), ("ids", "RolloutId"))}
     newest = {(row["BuildId"], row["BuiltUs"]) for row in store.rows(_NEWEST, ids)}
     trained = {tuple(row[name] for name in KEY): row["Trained"] for row in store.rows(_TRAINED, ids)}
     kept = [row for row in rows[:limit] if (row.pop("BuildId"), row["BuiltUs"]) in newest]
     return {"rows": [{**row, "Trained": trained.get(tuple(row[name] for name in KEY), [])} for row in kept], "after": following}
+
+
+def _revisions(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limit: int) -> list[dict[str, Any]]:
+    """Return the first revisions of an order. Of the newest it reads windows of time until there are enough, and not the history."""
+    condition, parameters = rollouts.condition()
+    after, order_by, more = order.clauses()
+    parameters |= more
+    statement = partial(_LIST.format, value=order.expression, condition=condition, after=after, order=order_by)
+    if not order.newest_built:
+        return store.rows(statement(window="true"), {**parameters, "limit": limit})
+    rows = list[dict[str, Any]]()
+    for since, until in _windows(int(order.after[0]) if order.after else store.rows(_LAST_BUILT)[0]["Us"]):
+        window = {"since": since, "until": until, "limit": limit - len(rows)}
+        rows += store.rows(statement(window=_WINDOW), {**parameters, **window})
+        if len(rows) == limit:
+            break
+    return rows
+
+
+def _windows(last: int) -> Iterator[tuple[int, int]]:
+    """Yield windows of time up to the last one, the newest first: each without its begin, with its end, in microseconds since 1970."""
+    for length in _WINDOWS_US:
+        if length > last:
+            break
+        yield last - length, last
+        last -= length
+    yield -1, last
 
 
 def search(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limit: int = PAGE_ROWS) -> dict[str, Any]:

@@ -21,6 +21,12 @@ def revisions_sql(*, once: bool = False) -> str:
     return f"(SELECT *, BuildId, Return, ReturnsByRole, {outcome} FROM spangrad_internal.builds{' FINAL' if once else ''})"
 
 
+def last_built_sql() -> str:
+    """Return a subquery with BuiltAt of the revision that was built last; without a row where none was."""
+    # Not max(): in this form the index of times is used.
+    return "(SELECT IngestedAt AS BuiltAt FROM spangrad_internal.builds ORDER BY IngestedAt DESC LIMIT 1)"
+
+
 def newest_revisions_sql(where: str = "true") -> str:
     """Return a subquery with BuildId and BuiltAt of each rollout's newest revision.
 

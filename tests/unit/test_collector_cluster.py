@@ -66,6 +66,16 @@ def test_layout_materialized_view_reads_and_writes_local_shard() -> None:
     ]
 
 
+def test_layout_sharded_index_is_added_to_local_table() -> None:
+    index = "ALTER TABLE spangrad_internal.calls ADD INDEX IF NOT EXISTS i a TYPE minmax"
+    assert SHARDED.statements([index]) == [
+        "ALTER TABLE spangrad_internal.calls_local ON CLUSTER 'prod' ADD INDEX IF NOT EXISTS i a TYPE minmax"
+    ]
+    assert REPLICATED.statements([index]) == [
+        "ALTER TABLE spangrad_internal.calls ON CLUSTER 'prod' ADD INDEX IF NOT EXISTS i a TYPE minmax"
+    ]
+
+
 def test_layout_sharded_view_joins_globally() -> None:
     view = (
         "CREATE VIEW IF NOT EXISTS otel.v AS SELECT ' IN (SELECT JOIN' FROM otel.a ARRAY JOIN b LEFT ARRAY JOIN c"
