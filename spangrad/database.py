@@ -1,7 +1,8 @@
 """Transactions on SQLite or PostgreSQL, the two databases for durable state.
 
-Invariant: on either database a transaction begins by taking the only write lock, so that what it has read still holds when it writes; and
-what is committed is on disk (SQLite: WAL with synchronous=FULL; PostgreSQL: by default).
+Invariant: on either database a transaction begins by taking the only write lock, so that what it has read still holds when it writes; all
+statements of a reader see the rows of one moment; and what is committed is on disk (SQLite: WAL with synchronous=FULL; PostgreSQL: by
+default).
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from spangrad.errors import SpangradError
 _POSTGRESQL = "postgresql+psycopg"
 _DRIVERS = {"sqlite": "sqlite", "postgresql": _POSTGRESQL, "postgres": _POSTGRESQL, _POSTGRESQL: _POSTGRESQL}
 _KNOWN = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
-_READING = {"spangrad_reading": True}
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -72,6 +72,9 @@ class Database:
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
         event.listen(self.engine, "begin", self._begin)
+        # PostgreSQL by default shows each statement what was committed before that statement; SQLite shows a transaction one moment.
+        snapshot = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        self._reader = self.engine.execution_options(spangrad_reading=True, **snapshot)
         with self.transaction() as transaction:
             _add_columns(transaction, tables)
             tables.create_all(transaction)
@@ -88,13 +91,12 @@ class Database:
 
     @contextmanager
     def reading(self) -> Generator[sa.Connection]:
-        """Open a connection that only reads, beside a transaction.
+        """Open a connection that only reads, beside a transaction: all its statements see the rows of the moment of the first.
 
         Raises:
             SpangradError: the owner's: the database failed.
         """
-        reader = self.engine.execution_options(**_READING)
-        with self.translated(), self.retries(lambda: self._open(reader)) as connection, _ended(connection):
+        with self.translated(), self.retries(lambda: self._open(self._reader)) as connection, _ended(connection):
             yield connection
 
     def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:

@@ -291,6 +291,32 @@ def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
     database.close()
 
 
+def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queue_db: str) -> None:
+    database = QueueDatabase(queue_db)
+    with database.transaction() as transaction:
+        rows.enqueue(transaction, database, "run", new_rollouts(2), ["r0", "r1"], DEFAULTS)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
+        endings = Endings(transaction)
+    running = ["r0", "r1"]
+
+    def end_after_rollouts_are_read(connection: sa.Connection, _: object, statement: str, *__: object) -> None:
+        if running and statement.startswith("SELECT rollouts.") and "spangrad_reading" in connection.get_execution_options():
+            name = running.pop()
+            with database.transaction() as transaction:
+                endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
+
+    event.listen(database.engine, "after_cursor_execute", end_after_rollouts_are_read)
+    with database.reading() as connection:
+        read = rows.rollout(connection, "r1")
+    assert read
+    assert [(one.attempt, one.ended_at) for one in read.attempts] == [(0, None)]
+    with database.reading() as connection:
+        counts = rows.counts(connection)
+    assert [(one.states, one.cursor) for one in counts] == [({RolloutState.RUNNING: 1, RolloutState.SUCCEEDED: 1}, 1)]
+    assert running == []
+    database.close()
+
+
 def test_queue_sqlite_commits_are_synchronous(tmp_path: Path) -> None:
     database = QueueDatabase(f"sqlite:///{tmp_path}/queue.db")
     with database.reading() as connection:

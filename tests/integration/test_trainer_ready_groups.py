@@ -142,6 +142,26 @@ def test_look_with_commit_between_its_statements_omits_its_groups_at_next(place:
         opened_ledger.close()
 
 
+def test_look_with_lease_between_its_statements_loses_no_group(place: Place) -> None:
+    where = place()
+    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+    source, ready, leases = Whole(), ReadyGroups(ledger, SETTINGS), list[BatchLease | None]()
+    source.all = [group(name) for name in "ab"]
+
+    def lease_after_leases_are_read(_: object, __: object, statement: str, *___: object) -> None:
+        if statement.startswith("SELECT leases.batch_id") and not leases:
+            leases.append(other.begin(rollouts("a")))
+
+    event.listen(ledger.database.engine, "after_cursor_execute", lease_after_leases_are_read)
+    ready.poll(source)
+    assert [lease.version for lease in leases if lease] == [1]
+    assert (names(ready.poll(source)), source.released) == (["b"], set()), "what may be undone is not forgotten"
+    other.recover()
+    assert names(ready.poll(source)) == [*"ab"]
+    for opened_ledger in (ledger, other):
+        opened_ledger.close()
+
+
 def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)

@@ -73,8 +73,6 @@ class ReadyGroups:
     def _ask(self, connection: sa.Connection, build_spec: str, keys: set[Key], changes: tuple[int, int]) -> set[Key]:
         """Return those of the groups that are done, and note those that are leased."""
         new = sorted(keys - self._asked)
-        # Before the rows are read: what is committed in between is read again.
-        newest = oldest_open(connection, self._settings.policy, self._settings.branch)
         if self._changes is None or len(new) > _FEW:
             finished = self._finished(connection, build_spec, None, None)
             done, self._leased = finished.done, finished.leased
@@ -87,7 +85,7 @@ class ReadyGroups:
                 finished = self._finished(connection, build_spec, None, new[start : start + _KEYS_A_STATEMENT])
                 done |= finished.done
                 self._leased |= finished.leased
-        self._newest = newest
+        self._newest = oldest_open(connection, self._settings.policy, self._settings.branch)
         return done & keys
 
     def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, keys: Sequence[Key] | None) -> _Finished:
