@@ -1,7 +1,8 @@
 """Tables of the queue, and the lock that makes one server the owner of its database.
 
 In: a URL. Out: tables, and a database that this process alone serves from. Invariant: the running attempt is part of its rollout's row,
-and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact is stored once.
+and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact is stored once. A server that has lost its lock
+to another writes nothing from then on, before it notices, too, and after the other has ended: what it holds in memory is outdated.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import fcntl
 import threading
 import time
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -129,11 +133,17 @@ ENDED = sa.Table(
     sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been revoked; one row, or none so far"),
 )
 
+SERVER = sa.Table(
+    "server",
+    METADATA,
+    sa.Column("id", sa.String, nullable=False, comment="fencing token of the newest server; one row on PostgreSQL, none on SQLite"),
+)
+
 _OWNER = Owner("the queue's database", "queue.db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
 
 
 class ServedElsewhereError(QueueError):
-    """Another server serves from the database."""
+    """Another server serves from the database, or has served from it since this one lost its lock."""
 
 
 class QueueDatabase(Database):
@@ -152,6 +162,8 @@ class QueueDatabase(Database):
         self._file: IO[str] | None = None
         if url.get_backend_name() == "sqlite":
             self._file = _only_server(url)
+        self._server: str | None = None
+        """Fencing token. None: a lock on a file cannot be lost."""
         try:
             super().__init__(url, METADATA, _OWNER)
         except BaseException:
@@ -161,15 +173,41 @@ class QueueDatabase(Database):
         self._keep_lock = threading.Lock()
         try:
             self.keep()
+            if not self.is_sqlite:
+                self._server = self._enter()
         except BaseException:
             self.close()
             raise
+
+    @contextmanager
+    def transaction(self) -> Generator[sa.Connection]:
+        """Run one transaction as in `spangrad.database`, unless another server has begun to serve since this one did.
+
+        Raises:
+            ServedElsewhereError: one has.
+            QueueError: the database failed.
+        """
+        with super().transaction() as connection:
+            self._require_newest(connection)
+            yield connection
+
+    def _enter(self) -> str:
+        """Make this server the newest, after all transactions of the one before, and return its fencing token."""
+        server = uuid.uuid4().hex
+        with super().transaction() as connection:
+            connection.execute(SERVER.delete())
+            connection.execute(SERVER.insert().values(id=server))
+        return server
+
+    def _require_newest(self, connection: sa.Connection) -> None:
+        if self._server is not None and connection.execute(sa.select(SERVER.c.id)).scalar() != self._server:
+            raise _other_server_error(self.shown)
 
     def keep(self) -> None:
         """Renew the lock, where PostgreSQL was away, or has ended the session that held it.
 
         Raises:
-            ServedElsewhereError: another server serves from the database by now.
+            ServedElsewhereError: another server serves from the database by now, or has served from it meanwhile.
             QueueError: the database does not answer.
         """
         if self.is_sqlite:
@@ -185,6 +223,7 @@ class QueueDatabase(Database):
             self._session = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT", spangrad_reading=True)
             try:
                 self._lock(self._session)
+                self._require_newest(self._session)
             except BaseException:
                 self._close_session()
                 raise

@@ -22,7 +22,7 @@ from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, Rollou
 from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
-from tests.support.runners import done, failed, is_true, new_rollouts, queue_settings, refuses, serving, until
+from tests.support.runners import done, failed, is_locked, is_true, new_rollouts, queue_settings, serving, until
 from tests.support.servers import running_postgres
 
 
@@ -284,7 +284,7 @@ async def test_queue_with_restarted_postgresql_loses_no_rollout() -> None:
             assert await client.beat([second]) == [], "heartbeats need no database"
             await asyncio.to_thread(postgres.start)
             assert [receipt.refused for receipt in await client.complete([done(first), done(second)])] == [None, None]
-            await until(lambda: refuses(settings.queue.db.get_secret_value()))
+            await until(lambda: is_locked(settings.queue.db.get_secret_value()))
             assert (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 2}
             assert service.in_flight == 0
 

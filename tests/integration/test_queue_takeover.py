@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import psycopg
 import pytest
 
-from runner.queue import tables
-from runner.queue.tables import QueueDatabase
+from runner.queue.rows import Defaults
+from runner.queue.service import Service
+from runner.queue.tables import QueueDatabase, ServedElsewhereError
+from runner.queue.wire import Enqueue, LeaseRequest
 from spangrad.errors import QueueError
-from tests.support.runners import queue_process, queue_settings, refuses, serving, until
+from tests.support.runners import is_locked, lock_holders, new_rollouts, queue_process, queue_settings, serving, until
 
 
 @pytest.fixture
@@ -21,21 +24,18 @@ def url(postgres: Callable[[str], str]) -> str:
     return postgres(f"t{uuid.uuid4().hex}")
 
 
-def end_the_locks_session(url: str) -> None:
-    """End the session that holds the queue's server lock, as an administrator, a proxy or a failover does."""
-    condition = "classid = %s AND objid::bigint = (hashtext(current_schema())::bigint & 4294967295)"
-    with psycopg.connect(url, autocommit=True) as connection:
-        ended = connection.execute(
-            f"SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND {condition}", [tables._SERVER_LOCK]
-        )
-        assert ended.fetchall() == [(True,)]
+def end_the_locks_session(url: str) -> int:
+    """End the session that holds the queue's server lock, as an administrator, a proxy or a failover does; return its process id."""
+    ((pid, ended),) = lock_holders(url, "pid, pg_terminate_backend(pid)")
+    assert ended
+    return int(pid)
 
 
 async def test_queue_server_that_lost_database_lock_takes_it_again(url: str) -> None:
     async with serving(queue_settings(url)) as (client, service):
         for _ in range(2):
-            end_the_locks_session(url)
-            await until(lambda: refuses(url))
+            ended = end_the_locks_session(url)
+            await until(partial(is_locked, url, ended))
         assert await client.runs() == []
         assert not service.taken.done()
 
@@ -52,6 +52,28 @@ def test_queue_server_whose_database_lock_is_taken_ends(url: str, tmp_path: Path
         assert "another `spangrad queue` serves from queue.db" in (tmp_path / "log").read_text()
     finally:
         server.stop()
+
+
+async def test_queue_server_writes_nothing_once_another_has_begun_to_serve(url: str) -> None:
+    def server() -> Service:
+        return Service(QueueDatabase(url), Defaults(lambda _: 300, max_attempts=2, lease_seconds=30))
+
+    ask = LeaseRequest(run_id="run", worker="worker", count=1)
+    first = server()
+    await first.enqueue(Enqueue(run_id="run", rollouts=new_rollouts(2)))
+    end_the_locks_session(url)
+    second = server()
+    with pytest.raises(ServedElsewhereError):
+        await first.lease(ask)
+    assert [lease.rollout_id for lease in (await second.lease(ask)).leases] == ["r0"]
+    await second.close()
+    with pytest.raises(ServedElsewhereError):
+        await asyncio.to_thread(first.database.keep)  # the lock is free; what the first holds in memory is outdated
+    with pytest.raises(ServedElsewhereError):
+        await first.lease(ask)
+    with pytest.raises(ServedElsewhereError):
+        await first.taken
+    await first.close()
 
 
 def taken(url: str) -> QueueDatabase:

@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psycopg
 from pydantic import SecretStr
 
-from runner.queue import server
+from runner.queue import server, tables
 from runner.queue.client import QueueClient, new_rollout
 from runner.queue.service import Service
-from runner.queue.tables import QueueDatabase
 from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollout, RolloutLease, RolloutState
 from runner.workers.agents import CommandAgent
 from spangrad import semconv
-from spangrad.errors import QueueError
 from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure
@@ -113,13 +112,16 @@ async def until_ended(client: QueueClient, count: int) -> list[QueuedRollout]:
     return ended
 
 
-async def refuses(url: str) -> bool:
-    """Return True if a second queue server on the same database is refused."""
-    try:
-        (await asyncio.to_thread(QueueDatabase, url)).close()
-    except QueueError as error:
-        return "another `spangrad queue` serves from" in str(error)
-    return False
+def lock_holders(url: str, columns: str = "pid") -> list[tuple[Any, ...]]:
+    """Return columns of pg_locks for each session that holds the server lock of a queue's database in PostgreSQL."""
+    condition = "locktype = 'advisory' AND classid = %s AND objid::bigint = (hashtext(current_schema())::bigint & 4294967295) AND granted"
+    with psycopg.connect(url, autocommit=True) as connection:
+        return connection.execute(f"SELECT {columns} FROM pg_locks WHERE {condition}".encode(), [tables._SERVER_LOCK]).fetchall()
+
+
+async def is_locked(url: str, but: int = 0) -> bool:
+    """Return True if a queue server holds the lock of a database in PostgreSQL, by another session than `but`."""
+    return any(pid != but for (pid,) in await asyncio.to_thread(lock_holders, url))
 
 
 def done(lease: RolloutLease | Held, **facts: Any) -> Completion:
