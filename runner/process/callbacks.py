@@ -102,6 +102,8 @@ class Callbacks:
         self._token = settings.token.get_secret_value() if settings.token else None
         self._trajectories = trajectories
         self._tasks: set[asyncio.Task[None]] = set()
+        self._begun: set[str] = set()
+        """Rollouts of the tasks."""
         self._session: aiohttp.ClientSession | None = None
 
     def check(self, url: str) -> None:
@@ -118,16 +120,18 @@ class Callbacks:
             {"rollout_id": rollout, "run_id": run_id, "url": url, "state": CallbackState.OPEN.value} for rollout in rollouts
         ]
 
-        def write(transaction: sa.Connection) -> list[str]:
+        def write(transaction: sa.Connection) -> tuple[list[str], list[str]]:
             known = {row.rollout_id: row.state for part in chunks(rollouts) for row in transaction.execute(_KNOWN, {"ids": part})}
             again = [rollout for rollout, state in known.items() if state == CallbackState.GIVEN_UP]
             for part in chunks(again):
                 values = {"url": url, "state": CallbackState.OPEN.value, "reason": None}
                 transaction.execute(CALLBACKS.update().where(CALLBACKS.c.rollout_id.in_(part)).values(values))
             self._service.database.insert_new(transaction, CALLBACKS, rows)
-            return [*again, *(rollout for rollout in rollouts if rollout not in known)]
+            return again, [rollout for rollout in rollouts if known.get(rollout, CallbackState.OPEN) == CallbackState.OPEN]
 
-        if begun := await self._service.writer.do(write):
+        again, opened = await self._service.writer.do(write)
+        # An earlier request may have kept them and begun nothing: its answer from the database was lost.
+        if begun := [*again, *(rollout for rollout in opened if rollout not in self._begun)]:
             self._begin(run_id, begun, url)
 
     async def resume(self) -> None:
@@ -148,9 +152,14 @@ class Callbacks:
             await self._session.close()
 
     def _begin(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._begun.difference_update(rollouts)
+
         task = asyncio.create_task(self._deliver(run_id, rollouts, url))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begun.update(rollouts)
+        task.add_done_callback(end)
 
     async def _deliver(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
         """Post the trajectories of rollouts as they are ready, one after the other."""

@@ -1,14 +1,24 @@
-"""URLs that trajectories may be posted to, and signatures of what is posted."""
+"""URLs that trajectories may be posted to, signatures of what is posted, and requests that are sent again."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from runner.process.callbacks import CallbackHosts, CallbackRefusedError, signed_headers
+from runner.process.callbacks import CallbackHosts, CallbackRefusedError, Callbacks, signed_headers
+from runner.process.wire import Trajectory
+from runner.queue.rows import Defaults
+from runner.queue.service import Service
+from runner.queue.tables import QueueDatabase
+from spangrad.errors import QueueError
+from spangrad.settings import QueueSettings
 
 
 @pytest.mark.parametrize(
@@ -45,3 +55,32 @@ def test_signed_headers_hold_the_hmac_of_id_time_and_body() -> None:
     assert headers["webhook-id"] == "run%20%C3%A9/key/0/1"
     digest = hmac.digest(b"secret", b"run%20%C3%A9/key/0/1.1700000000.{}", hashlib.sha256)
     assert headers["webhook-signature"] == "v1," + base64.b64encode(digest).decode()
+
+
+async def test_add_callbacks_again_after_a_lost_commit_delivers_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_trajectories(_: str, __: Sequence[str], ___: float) -> AsyncGenerator[Trajectory]:
+        await asyncio.Event().wait()
+        yield
+
+    service = Service(QueueDatabase(f"sqlite:///{tmp_path}/queue.db"), Defaults(lambda _: 300, max_attempts=2, lease_seconds=30))
+    callbacks = Callbacks(service, QueueSettings(), no_trajectories)
+    begun, begin, do = list[str](), callbacks._begin, service.writer.do
+
+    def note(run_id: str, rollouts: Sequence[str], url: str) -> None:
+        begun.extend(rollouts)
+        begin(run_id, rollouts, url)
+
+    async def do_and_lose_the_answer(work: Any) -> Any:
+        await do(work)
+        raise QueueError("the database is away.")
+
+    monkeypatch.setattr(callbacks, "_begin", note)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.writer, "do", do_and_lose_the_answer)
+        with pytest.raises(QueueError):
+            await callbacks.add("run", ["r0"], "http://trainer/x")
+    for rollouts in (["r0"], ["r0", "r1"]):
+        await callbacks.add("run", rollouts, "http://trainer/x")
+    assert begun == ["r0", "r1"]
+    await callbacks.close()
+    await service.close()
