@@ -103,7 +103,7 @@ def test_rollouts_list_reads_as_many_rows_as_its_pages_need(store_of_page: Count
         order = order.following(page["after"])
 
 
-def test_rollouts_list_of_rare_rows_goes_on_to_all_history(store_of_page: CountingStore, run: str) -> None:
+def test_rollouts_list_of_rare_rows_reads_on_to_all_history(store_of_page: CountingStore, run: str) -> None:
     page = page_of(store_of_page, RolloutFilter(outcome="timeout"), RolloutOrder(), 100)
     assert [row["RolloutId"] for row in page["rows"]] == [f"{number * 200:08d}" for number in reversed(range(100))]
     assert page["after"] is None
