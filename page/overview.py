@@ -1,12 +1,13 @@
 """The overview: services that answer, rollouts that wait, and the newest steps.
 
-In: the store, addresses of services. Out: plain values for JSON, the same for all who look within `FRESH_SECONDS`.
+In: the store, addresses of services. Out: plain values for JSON, the same for all who look within `FRESH_SECONDS`. Invariant: who looks
+again and again gets every step once, unless it changes.
 """
 
 from __future__ import annotations
 
-import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from page.reading import PageStore
@@ -43,32 +44,52 @@ class OverviewReader:
         """Store the arguments."""
         self._store = store
         self._settings = settings
-        self._lock = threading.Lock()
         self._read_at = -FRESH_SECONDS
         self._value: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the overview.
+        """Return the overview; of two calls at once each reads the store.
 
         Raises:
             StoreError: the store does not answer, or refuses.
         """
-        with self._lock:
-            if time.monotonic() - self._read_at >= FRESH_SECONDS:
-                self._value = self._fresh()
-                self._read_at = time.monotonic()
-            return self._value
+        if time.monotonic() - self._read_at >= FRESH_SECONDS:
+            self._value = self._fresh()
+            self._read_at = time.monotonic()
+        return self._value
 
     def _fresh(self) -> dict[str, Any]:
         (rollouts,), (waiting,) = self._store.rows(_ROLLOUTS), self._store.rows(_WAITING)
         known = branches_of(self._store)
         newest = max(known, key=lambda branch: branch["NewestMs"], default=None)
-        steps = steps_of(self._store, newest["Policy"], newest["Branch"], STEPS) if newest else []
         return {
             "services": services_of(self._settings),
             "rollouts": {**rollouts, **waiting},
             "drops": self._store.rows(_DROPS),
             "branches": known,
             "newest": newest,
-            "steps": steps,
+            "steps": self._steps(newest),
         }
+
+    def _steps(self, newest: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+        if newest is None:
+            return []
+        # A version that is added, changed or orphaned changes the row of its branch.
+        if newest == self._value.get("newest"):
+            return self._value["steps"]
+        return steps_of(self._store, newest["Policy"], newest["Branch"], STEPS)
+
+
+def overview_without(overview: Mapping[str, Any], sent: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return an overview with the versions of its steps, and of the steps those alone that are new or changed.
+
+    Args:
+        overview: the overview.
+        sent: steps of the overview that was sent before, by version.
+    """
+    steps = overview["steps"]
+    return {
+        **overview,
+        "versions": [step["Version"] for step in steps],
+        "steps": [step for step in steps if sent.get(step["Version"]) != step],
+    }

@@ -24,7 +24,7 @@ from page.actions.perform import ActionCommands, ActionRunner
 from page.actions.routes import ActionRoutes
 from page.encoding import encode
 from page.files import PageFiles
-from page.overview import FRESH_SECONDS
+from page.overview import FRESH_SECONDS, overview_without
 from page.play.routes import PlayRoutes
 from page.play.sessions import PlaySessions, playable
 from page.views import PageReaders, PageViews
@@ -93,6 +93,7 @@ class _Page:
         self._views = views
         self._threads = threads
         self._stopping = asyncio.Event()
+        self._overview_turn = asyncio.Lock()
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes: pages, their files, JSON and downloads."""
@@ -106,6 +107,7 @@ class _Page:
             web.post("/login", self._login),
             web.get("/healthz", self._healthy),
             web.get("/events/overview", self._events),
+            web.get("/api/overview", self._overview_json),
             *(web.get(path, partial(self._json, answer)) for path, answer in views.answers().items()),
             *(web.get(path, partial(self._download, answer)) for path, answer in views.downloads().items()),
         ]
@@ -172,7 +174,15 @@ class _Page:
         content = await self._in_thread(lambda: _encoded(answer(request.query)))
         if content is None:
             raise web.HTTPNotFound
-        return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
+        return _json_response(content)
+
+    async def _overview_json(self, request: web.Request) -> web.Response:
+        return _json_response(encode(await self._overview()))
+
+    async def _overview(self) -> dict[str, Any]:
+        # One thread reads; who waits for it holds none.
+        async with self._overview_turn:
+            return await self._in_thread(self._views.overview.read)
 
     async def _download(self, answer: Answer, request: web.Request) -> web.StreamResponse:
         name, parts = await self._in_thread(lambda: answer(request.query))
@@ -193,14 +203,17 @@ class _Page:
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Send the overview again and again, by server-sent events, until the browser leaves or the server stops."""
+        """Send the overview by server-sent events until the browser leaves or the server stops: after the first, steps that are new."""
         response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
         response.content_type = "text/event-stream"
         await response.prepare(request)
+        sent: dict[int, dict[str, Any]] = {}
         try:
             while not self._stopping.is_set():
                 try:
-                    content = await self._in_thread(lambda: encode(self._views.overview.read()))
+                    overview = await self._overview()
+                    content = encode(overview_without(overview, sent))
+                    sent = {step["Version"]: step for step in overview["steps"]}
                 except StoreError as error:
                     content = encode({"error": str(error)})
                 await response.write(b"data: " + content + b"\n\n")
@@ -222,6 +235,10 @@ class _Page:
 
 def _encoded(value: Any) -> bytes | None:
     return None if value is None else encode(value)
+
+
+def _json_response(content: bytes) -> web.Response:
+    return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _error(status: int, sentence: str) -> web.Response:

@@ -103,7 +103,6 @@ class PageViews:
             "/api/actions": lambda query: actions_view(self.store, query.get("after", "")),
             "/api/queue": self._queue,
             "/api/queue/rollout": lambda query: queued_rollout(self._settings.queue, _required(query, "id")),
-            "/api/overview": lambda query: self.overview.read(),
             "/api/training": lambda query: training_view(self.store, query.get("policy") or None, query.get("branch") or None),
             "/api/lanes": self._lanes,
             "/api/training/skipped": self._skipped,

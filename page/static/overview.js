@@ -10,6 +10,7 @@ const CHARTS = {
   "Idle shares": IDLE,
   Drops: { drops: "drops" },
 };
+const steps = new Map(); // by version: the server sends each step once, and again where it changed
 let drawn = "";
 
 function show(found) {
@@ -19,6 +20,9 @@ function show(found) {
     return;
   }
   clearProblem();
+  for (const step of found.steps) steps.set(step.Version, step);
+  const shown = found.versions.map((version) => steps.get(version));
+  for (const version of [...steps.keys()]) if (!found.versions.includes(version)) steps.delete(version);
   put("services", h("ul", { class: "plain" }, found.services.map((service) =>
     h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`,
       service.detail ? h("span", { class: "small" }, ` ${service.detail}`) : null))));
@@ -33,16 +37,15 @@ function show(found) {
     newest ? fact("Newest version", h("a", { href: address("/version", { policy: newest.Policy, branch: newest.Branch, version: newest.Newest }) },
       `${newest.Policy}@${newest.Newest}`), ` ${age(newest.NewestMs)}`) : fact("Newest version", "none")));
   put("drops", found.drops.length ? h("ul", { class: "plain" }, found.drops.map((drop) => h("li", {}, `${drop.Reason} ${number(drop.Count)}`))) : "none");
-  const last = found.steps.at(-1);
+  const last = shown.at(-1);
   const key = `${newest?.Policy} ${newest?.Branch} ${last?.Version}`;
   if (last && key !== drawn) {
     drawn = key;
     const charts = put("charts");
-    const versions = found.steps.map((step) => step.Version);
     const pick = (version) => location.assign(address("/version", { policy: newest.Policy, branch: newest.Branch, version }));
     for (const [label, names] of Object.entries(CHARTS)) {
-      const series = curves(found.steps, names);
-      if (series.length) chart(charts, label, versions, series, pick);
+      const series = curves(shown, names);
+      if (series.length) chart(charts, label, found.versions, series, pick);
     }
   }
 }

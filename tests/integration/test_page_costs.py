@@ -1,21 +1,25 @@
-"""Rows that views of the page read in a store with much history: what they show, and not what there is."""
+"""Costs of the page: rows that views read of much history are those that they show; who waits for an overview holds no thread."""
 
 from __future__ import annotations
 
+import json
+import threading
+import urllib.request
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from page import lanes
+from page import lanes, overview, server
 from page.lanes import PARTS, lanes_view
-from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import page_of
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
+from tests.support.browser import running_page
 
 ROLLOUTS = 20_000
 GRANULE = 1024
@@ -56,13 +60,15 @@ SELECT 'spangrad-trainer', 'train step', 't', 's', map('spangrad.policy.name', '
 
 
 class CountingStore(PageStore):
-    """A store that remembers how many rows each statement reads by its plan."""
+    """A store that remembers its statements, and how many rows each reads by its plan."""
 
     def __init__(self, store: StoreSettings) -> None:
         super().__init__(store)
+        self.statements: list[str] = []
         self.scanned: list[int] = []
 
     def rows(self, sql: str, parameters: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        self.statements.append(sql)
         self.scanned.append(sum(row["rows"] for row in super().rows(f"EXPLAIN ESTIMATE {sql}", parameters)))
         return super().rows(sql, parameters)
 
@@ -103,7 +109,7 @@ def test_rollouts_list_reads_as_many_rows_as_its_pages_need(store_of_page: Count
         order = order.following(page["after"])
 
 
-def test_rollouts_list_of_rare_rows_reads_on_to_all_history(store_of_page: CountingStore, run: str) -> None:
+def test_rollouts_list_of_rare_rows_reads_each_window_once(store_of_page: CountingStore, run: str) -> None:
     page = page_of(store_of_page, RolloutFilter(outcome="timeout"), RolloutOrder(), 100)
     assert [row["RolloutId"] for row in page["rows"]] == [f"{number * 200:08d}" for number in reversed(range(100))]
     assert page["after"] is None
@@ -134,7 +140,9 @@ def test_lanes_read_attempts_and_calls_of_their_time_only(store_of_page: Countin
     view = lanes_view(store_of_page, "policy", run, newest=1, most=8)
     assert view["rollouts"][: PARTS // 6] == [1.0] * (PARTS // 6)
     assert view["rollouts"][PARTS // 6 :] == [0.0] * (PARTS - PARTS // 6)
-    begin = f"SELECT toUnixTimestamp64Nano(max(Timestamp)) AS begin, begin + 60000000000 AS end FROM spangrad.attempts WHERE RunId = '{run}'"
+    begin = (
+        f"SELECT toUnixTimestamp64Nano(max(Timestamp)) AS begin, begin + 60000000000 AS end FROM spangrad.attempts WHERE RunId = '{run}'"
+    )
     window = lanes._WINDOW  # pyright: ignore[reportPrivateUsage]
     store_of_page.rows(f"SELECT RolloutKey FROM spangrad_internal.calls WHERE {window}", PageStore.rows(store_of_page, begin)[0])
     _, _, _, attempts, calls = store_of_page.scanned
@@ -143,6 +151,60 @@ def test_lanes_read_attempts_and_calls_of_their_time_only(store_of_page: Countin
 
 def test_overview_reads_rows_of_its_hours_only(store_of_page: CountingStore, run: str) -> None:
     """Two hours of builds are 240 rows, and an hour of attempts 120."""
-    overview = OverviewReader(store_of_page, Settings(store=store_of_page.settings)).read()
-    assert overview["rollouts"]["Waiting"] == 0
+    view = overview.OverviewReader(store_of_page, Settings(store=store_of_page.settings)).read()
+    assert view["rollouts"]["Waiting"] == 0
     assert max(store_of_page.scanned) <= 3 * GRANULE
+
+
+def test_overview_reads_steps_again_where_a_version_changed(
+    store_of_page: CountingStore, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overview, "FRESH_SECONDS", 0.0)
+    reader = overview.OverviewReader(store_of_page, Settings(store=store_of_page.settings))
+    reads = list[tuple[list[tuple[int, float]], int]]()
+    with connect(store_of_page.settings) as client:
+        for loss, status in ((0.5, "committed"), (None, ""), (0.25, "committed"), (None, ""), (0.25, "orphaned")):
+            if status:
+                row = [run, run, 1, "b", status, {"loss": loss}]
+                names = ["Policy", "Branch", "Version", "BatchId", "Status", "Metrics"]
+                client.insert("spangrad_internal.policy_versions", [row], column_names=names)
+            store_of_page.statements.clear()
+            steps = [(step["Version"], step["Metrics"]["loss"]) for step in reader.read()["steps"]]
+            reads.append((steps, sum("spangrad.steps" in sql for sql in store_of_page.statements)))
+    assert reads == [([(1, 0.5)], 1), ([(1, 0.5)], 0), ([(1, 0.25)], 1), ([(1, 0.25)], 0), ([], 0)]
+
+
+def test_overview_streams_hold_no_thread_and_get_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    steps = [{"Version": 1, "Metrics": {}}]
+
+    def read(reader: overview.OverviewReader) -> dict[str, Any]:
+        assert answer.wait(60)
+        return {"steps": list(steps)}
+
+    monkeypatch.setattr(overview.OverviewReader, "read", read)
+    monkeypatch.setattr(server, "FRESH_SECONDS", 0.01)
+    with ExitStack() as stack:
+        url = stack.enter_context(running_page(Settings()))
+        stack.callback(answer.set)
+        streams = [stack.enter_context(urllib.request.urlopen(f"{url}/events/overview")) for _ in range(server.THREADS + 2)]
+        with urllib.request.urlopen(f"{url}/api/queue", timeout=20) as other:
+            assert json.load(other)["rows"] == []
+        answer.set()
+        for stream in streams:
+            assert json.loads(_data(stream)) == {"versions": [1], "steps": [{"Version": 1, "Metrics": {}}]}
+        steps.append({"Version": 2, "Metrics": {}})
+        events = [json.loads(_data(streams[0]))]
+        while events[-1]["versions"] != [1, 2]:
+            events.append(json.loads(_data(streams[0])))
+        assert all(event == {"versions": [1], "steps": []} for event in events[:-1])
+        assert events[-1]["steps"] == [{"Version": 2, "Metrics": {}}]
+        with urllib.request.urlopen(f"{url}/api/overview") as whole:
+            assert json.load(whole) == {"steps": steps}
+
+
+def _data(stream: Any) -> bytes:
+    """Return the next event of a stream of server-sent events."""
+    line = stream.readline().removeprefix(b"data: ")
+    assert stream.readline() == b"\n"
+    return line

@@ -8,6 +8,7 @@ import pytest
 
 import page
 from page import services
+from page.overview import overview_without
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
 from spangrad.settings import BuilderSettings, Settings
 from spangrad.store.names import INTERNAL
@@ -31,3 +32,12 @@ def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch
 def test_text_search_text_is_looked_for_as_json_escapes_it() -> None:
     assert _spellings("plain") == ["plain"]
     assert _spellings('say "é"') == ['say "é"', 'say \\"é\\"', 'say \\"\\u00e9\\"']
+
+
+def test_overview_without_sent_steps_has_new_and_changed_steps() -> None:
+    first, second, third = ({"Version": version, "Metrics": {"loss": version / 2}} for version in (1, 2, 3))
+    changed = {**second, "Metrics": {"loss": 0.0}}
+    overview = {"services": [], "steps": [second, third]}
+    assert overview_without(overview, {}) == {**overview, "versions": [2, 3]}
+    assert overview_without(overview, {1: first, 2: second, 3: third}) == {"services": [], "versions": [2, 3], "steps": []}
+    assert overview_without(overview, {1: first, 2: changed}) == {"services": [], "versions": [2, 3], "steps": [second, third]}
