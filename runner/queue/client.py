@@ -22,6 +22,7 @@ from runner.queue.wire import (
     AttemptReceipt,
     AttemptReceipts,
     Cancelled,
+    ClosedEndings,
     Complete,
     Completion,
     DemandRequest,
@@ -151,6 +152,10 @@ class QueueClient:
     async def release(self, leases: Sequence[RolloutLease | Held], detail: str = "") -> list[AttemptReceipt]:
         """Return leases to the queue; the attempts do not count."""
         return (await self._change("/v1/leases/release", AttemptReceipts, LeaseRelease(leases=_held(leases), detail=detail))).results
+
+    async def close_endings(self, run_id: str, cursor: int = 0) -> int:
+        """Report that root spans of lost attempts are in the store up to an ending; return the furthest that was reported so far."""
+        return (await self._change("/v1/endings/closed", ClosedEndings, ClosedEndings(run_id=run_id, cursor=cursor))).cursor
 
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel the rollouts of a selection: by id, by group, or by run."""

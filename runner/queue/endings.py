@@ -15,9 +15,9 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from runner.queue.rows import OPEN, chunks
-from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS
-from runner.queue.wire import AttemptReceipt, Cancelled, Completion, Failure, RolloutSelector, RolloutState
+from runner.queue.rows import NEWEST_END, OPEN, add_counts, chunks
+from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
+from runner.queue.wire import AttemptReceipt, Cancelled, ClosedEndings, Completion, Failure, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
@@ -57,7 +57,8 @@ class Endings:
     """Ends attempts, and numbers the endings of rollouts."""
 
     def __init__(self, connection: sa.Connection) -> None:
-        highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (ROLLOUTS.c.ended, ENDED.c.highest)]
+        newest = sa.select(NEWEST_END.label("newest")).select_from(RUNS).subquery()
+        highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (newest.c.newest, ENDED.c.highest)]
         self._next = max(highest) + 1
 
     def end(self, transaction: sa.Connection, endings: Sequence[Ending], wall: float) -> list[AttemptReceipt]:
@@ -72,6 +73,7 @@ class Endings:
         recorded = _ended(transaction, [ending for ending in endings if not _under_way(rows.get(ending.rollout_id), ending.attempt)])
         updates: list[dict[str, object]] = []
         new: list[dict[str, object]] = []
+        ended = Counter[tuple[str, str]]()
         results: list[AttemptReceipt] = []
         for ending in endings:
             row, recorded_row = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
@@ -84,9 +86,13 @@ class Endings:
             recorded[ending.rollout_id, ending.attempt] = attempt = _attempt_row(ending, row, wall)
             new.append(attempt)
             results.append(AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"])))
+            if row["ended"] is not None:
+                ended[row["run_id"], row["state"]] += 1
         if updates:
             transaction.execute(_UPDATE, updates)
             transaction.execute(ATTEMPTS.insert(), new)
+        for (run_id, state), number in ended.items():
+            add_counts(transaction, run_id, {state: number})
         return results
 
     def cancel(self, transaction: sa.Connection, which: RolloutSelector, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
@@ -99,7 +105,7 @@ class Endings:
                 sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
             )
         ]
-        queued = 0
+        open_ = 0
         highest = transaction.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar() or 0
         for condition in conditions:
             matches = (condition, ROLLOUTS.c.state.in_(OPEN))
@@ -109,9 +115,10 @@ class Endings:
             cancelled: dict[str, Any] = {
                 "state": RolloutState.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
             }  # fmt: skip
-            queued += transaction.execute(ROLLOUTS.update().where(*matches).values(cancelled)).rowcount
+            open_ += _recount(transaction, matches, RolloutState.CANCELLED, 1)
+            transaction.execute(ROLLOUTS.update().where(*matches).values(cancelled))
         self._next += highest + 1
-        return Cancelled(queued=queued - len(held), running=len(held)), held
+        return Cancelled(queued=open_ - len(held), running=len(held)), held
 
     def retry(self, transaction: sa.Connection, which: RolloutSelector) -> int:
         """Queue dead letters again, each with its full number of attempts; return how many."""
@@ -119,8 +126,12 @@ class Endings:
         transaction.execute(ENDED.delete())
         transaction.execute(ENDED.insert().values(highest=self._next - 1))
         again = {"state": RolloutState.QUEUED.value, "ended": None, "ended_at": None, "attempts_left": ROLLOUTS.c.max_attempts}
-        dead = ROLLOUTS.c.state == RolloutState.DEAD.value
-        return sum(transaction.execute(ROLLOUTS.update().where(one, dead).values(again)).rowcount for one in _condition(which))
+        queued = 0
+        for condition in _condition(which):
+            matches = (condition, ROLLOUTS.c.state == RolloutState.DEAD.value)
+            queued += _recount(transaction, matches, RolloutState.DEAD, -1)
+            transaction.execute(ROLLOUTS.update().where(*matches).values(again))
+        return queued
 
     def _next_state(self, ending: Ending, row: Mapping[str, Any]) -> tuple[str, int]:
         """Return the rollout's state and the number of attempts left, after one of its attempts ended."""
@@ -138,12 +149,29 @@ class Endings:
         return self._next - 1
 
 
+def close_endings(transaction: sa.Connection, database: Database, closed: ClosedEndings) -> ClosedEndings:
+    """Record up to which ending lost attempts of a run have root spans in the store; return the furthest that was recorded."""
+    of_run = RUNS.c.run_id == closed.run_id
+    database.insert_new(transaction, RUNS, [{"run_id": closed.run_id}])
+    transaction.execute(RUNS.update().where(of_run, RUNS.c.closed < closed.cursor).values(closed=closed.cursor))
+    return replace(closed, cursor=transaction.execute(sa.select(RUNS.c.closed).where(of_run)).scalar_one())
+
+
 def _cancel_groups(transaction: sa.Connection, which: sa.ColumnElement[bool]) -> None:
     """Mark groups as cancelled, and count those that were not."""
     marked = GROUPS.update().where(which, GROUPS.c.cancelled.is_(False)).values(cancelled=True).returning(GROUPS.c.run_id, GROUPS.c.mode)
     for (run_id, mode), count in Counter(map(tuple, transaction.execute(marked))).items():
         same = (GROUP_COUNTS.c.run_id == run_id, GROUP_COUNTS.c.mode == mode)
         transaction.execute(GROUP_COUNTS.update().where(*same).values(cancelled=GROUP_COUNTS.c.cancelled + count))
+
+
+def _recount(transaction: sa.Connection, matches: Sequence[sa.ColumnElement[bool]], state: RolloutState, change: int) -> int:
+    """Add a change to the number of a state for each rollout that the conditions select; return how many these are."""
+    by_run = sa.select(ROLLOUTS.c.run_id, sa.func.count().label("number")).where(*matches).group_by(ROLLOUTS.c.run_id)
+    numbers = {row.run_id: row.number for row in transaction.execute(by_run)}
+    for run_id, number in numbers.items():
+        add_counts(transaction, run_id, {state.value: change * number})
+    return sum(numbers.values())
 
 
 def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -238,7 +266,7 @@ def _copies(which: sa.ColumnElement[bool], wall: float) -> sa.Select[Any]:
 
 
 _SELECT_STATES = sa.select(
-    *[ROLLOUTS.c[name] for name in ("seq", "rollout_id", "attempt", "attempts_left", "state", "worker", "began_at", "ended")]
+    *[ROLLOUTS.c[name] for name in ("seq", "rollout_id", "run_id", "attempt", "attempts_left", "state", "worker", "began_at", "ended")]
 ).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _UPDATE = (
     ROLLOUTS.update()

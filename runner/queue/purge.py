@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
 import sqlalchemy as sa
 
-from runner.queue.rows import NEWEST_END
-from runner.queue.tables import ATTEMPTS, CALLBACKS, ROLLOUTS
+from runner.queue.rows import NEWEST_END, add_counts
+from runner.queue.tables import ATTEMPTS, CALLBACKS, ROLLOUTS, RUNS
 from runner.queue.wire import Purge, Purged
 from spangrad.errors import QueueError
 
@@ -46,7 +47,7 @@ async def purge(read: Access, write: Access, request: Purge) -> Purged:
     before = time.time() - request.older_than_seconds
     deleted = 0
     for _ in range(_TRANSACTIONS_PER_REQUEST):
-        sequence_numbers = await read(lambda connection: _expired(connection, before, request.run_id))
+        sequence_numbers = await read(lambda connection: expired(connection, before, request.run_id))
         if not sequence_numbers:
             return Purged(rollouts=deleted, more=False)
         deleted += await write(lambda transaction, sequence_numbers=sequence_numbers: _delete(transaction, sequence_numbers, before))
@@ -67,34 +68,43 @@ async def purge_periodically(work: Callable[[Purge], Awaitable[Purged]], keep_se
         await asyncio.sleep(_PURGE_SECONDS)
 
 
-def _expired(connection: sa.Connection, before: float, run_id: str | None) -> list[int]:
-    """Return the places of rollouts that may be deleted: of each run the first that ended, up to the first that is too new."""
+def expired(connection: sa.Connection, before: float, run_id: str | None) -> list[int]:
+    """Return the places of rollouts that may be deleted: of each run the first that ended, up to a number, unless the first is too new."""
     newest = connection.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar()
+    runs = _RUNS if run_id is None else _RUNS.where(RUNS.c.run_id == run_id)
     sequence_numbers: list[int] = []
-    run = run_id if run_id is not None else connection.execute(_NEXT_RUN, {"after": ""}).scalar()
-    while run is not None and len(sequence_numbers) < ROLLOUTS_PER_TRANSACTION:
-        last = connection.execute(NEWEST_END, {"run": run}).scalar()
-        rows = connection.execute(_FIRST, {"run": run, "count": ROLLOUTS_PER_TRANSACTION - len(sequence_numbers)})
-        sequence_numbers += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
-        run = connection.execute(_NEXT_RUN, {"after": run}).scalar() if run_id is None else None
+    for run, last in connection.execute(runs, {"before": before}).all():
+        if room := ROLLOUTS_PER_TRANSACTION - len(sequence_numbers):
+            rows = connection.execute(_FIRST, {"run": run, "count": room})
+            sequence_numbers += [row.seq for row in rows if row.ended != last and row.seq != newest and row.ended_at < before]
     return sequence_numbers
 
 
 def _delete(transaction: sa.Connection, sequence_numbers: Sequence[int], before: float) -> int:
     # A dead rollout may have been queued again since it was selected.
-    deleted = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(sequence_numbers), ROLLOUTS.c.ended_at < before).returning(ROLLOUTS.c.rollout_id)
-    names = list(transaction.execute(deleted).scalars())
+    deleted = ROLLOUTS.delete().where(ROLLOUTS.c.seq.in_(sequence_numbers), ROLLOUTS.c.ended_at < before)
+    rows = transaction.execute(deleted.returning(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id, ROLLOUTS.c.state)).all()
+    for (run_id, state), number in Counter((row.run_id, row.state) for row in rows).items():
+        add_counts(transaction, run_id, {"rollouts": -number, state: -number})
+    names = [row.rollout_id for row in rows]
     for table in (ATTEMPTS, CALLBACKS):
         transaction.execute(table.delete().where(table.c.rollout_id.in_(names)))
     return len(names)
 
 
 _HAS_ENDED = ROLLOUTS.c.ended.is_not(None)
-_NEXT_RUN = sa.select(sa.func.min(ROLLOUTS.c.run_id)).where(_HAS_ENDED, ROLLOUTS.c.run_id > sa.bindparam("after"))
 _FIRST = (
     sa.select(ROLLOUTS.c.seq, ROLLOUTS.c.ended, ROLLOUTS.c.ended_at)
-    .where(_HAS_ENDED, ROLLOUTS.c.ended_at.is_not(None), ROLLOUTS.c.run_id == sa.bindparam("run"))
+    .where(_HAS_ENDED, ROLLOUTS.c.run_id == sa.bindparam("run"))
     .order_by(ROLLOUTS.c.ended)
     .limit(sa.bindparam("count", type_=sa.Integer))
 )
+_OLDEST_AT = (
+    sa.select(ROLLOUTS.c.ended_at)
+    .where(_HAS_ENDED, ROLLOUTS.c.run_id == RUNS.c.run_id)
+    .order_by(ROLLOUTS.c.ended)
+    .limit(1)
+    .scalar_subquery()
+)
+_RUNS = sa.select(RUNS.c.run_id, NEWEST_END).where(sa.bindparam("before") > _OLDEST_AT).order_by(RUNS.c.run_id)
 """The statements use the index of endings, run by run, however many rollouts there are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Raw
 
-from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, Database
+from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
 from runner.queue.wire import (
     AttemptRecord,
     DemandRequest,
@@ -124,8 +124,16 @@ def enqueue(
             )
     if new:
         transaction.execute(_INSERT, list(new.values()))
+        database.insert_new(transaction, RUNS, [{"run_id": run_id}])
+        add_counts(transaction, run_id, {"rollouts": len(new)})
         _add_groups(transaction, database, run_id, {(str(row["group_id"]), str(row["mode"])) for row in new.values()})
     return len(ids) - len(new)
+
+
+def add_counts(transaction: sa.Connection, run_id: str, numbers: Mapping[str, int]) -> None:
+    """Add to numbers of a run's rollouts, by column of RUNS."""
+    values = {name: RUNS.c[name] + number for name, number in numbers.items()}
+    transaction.execute(RUNS.update().where(RUNS.c.run_id == run_id).values(values))
 
 
 def _add_groups(transaction: sa.Connection, database: Database, run_id: str, groups: set[tuple[str, str]]) -> None:
@@ -211,20 +219,8 @@ def want(transaction: sa.Connection, database: Database, run_id: str, branch_dem
 
 def counts(connection: sa.Connection, run_id: str | None = None) -> list[RunCounts]:
     """Count the rollouts of each run, or of one run, by state."""
-    query = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.state, sa.func.count()).group_by(ROLLOUTS.c.state, ROLLOUTS.c.run_id)
-    if run_id is not None:
-        query = query.where(ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.state.in_(list(RolloutState)))
-    states_by_run: dict[str, dict[RolloutState, int]] = {}
-    for run, state, count in connection.execute(query):
-        states_by_run.setdefault(run, {})[RolloutState(state)] = count
-    return [
-        RunCounts(
-            run_id=run,
-            states={state: states[state] for state in RolloutState if state in states},
-            cursor=connection.execute(NEWEST_END, {"run": run}).scalar() or 0,
-        )
-        for run, states in sorted(states_by_run.items())
-    ]
+    query = _COUNTS if run_id is None else _COUNTS.where(RUNS.c.run_id == run_id)
+    return [_counts(row) for row in connection.execute(query).mappings()]
 
 
 def queued(connection: sa.Connection, run_id: str, most: int) -> int:
@@ -319,6 +315,14 @@ def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
     )
 
 
+def _counts(row: sa.RowMapping) -> RunCounts:
+    numbers = {state: row[state] for state in RolloutState if state is not RolloutState.QUEUED}
+    states = {RolloutState.QUEUED: row["rollouts"] - sum(numbers.values()), **numbers}
+    return RunCounts(
+        run_id=row["run_id"], states={state: number for state, number in states.items() if number}, cursor=row["newest_end"] or 0
+    )
+
+
 def _json(value: msgspec.Struct, default: msgspec.Struct) -> str | None:
     """Return a value as JSON. None: it is the default."""
     return None if value == default else msgspec.json.encode(value).decode()
@@ -343,8 +347,16 @@ def _attempt(row: sa.RowMapping) -> AttemptRecord:
 
 
 _INSERT = ROLLOUTS.insert()
-NEWEST_END = sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.ended.is_not(None), ROLLOUTS.c.run_id == sa.bindparam("run"))
-"""Statement of the place in the order of endings of a run's newest one."""
+NEWEST_END = (
+    sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.ended.is_not(None), ROLLOUTS.c.run_id == RUNS.c.run_id).scalar_subquery()
+)
+"""Place in the order of endings of a run's newest one, in a statement of RUNS."""
+_RUNNING_NOW = sa.select(sa.func.count()).where(ROLLOUTS.c.state == RolloutState.RUNNING.value, ROLLOUTS.c.run_id == RUNS.c.run_id)
+_COUNTS = (
+    sa.select(RUNS, _RUNNING_NOW.scalar_subquery().label("running"), NEWEST_END.label("newest_end"))
+    .where(RUNS.c.rollouts > 0)
+    .order_by(RUNS.c.run_id)
+)
 _KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from runner.ids import ordered_ids
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, not_running
+from runner.queue.endings import Ending, Endings, close_endings, not_running
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults, Running
@@ -27,6 +27,7 @@ from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
     AttemptReceipts,
     Cancelled,
+    ClosedEndings,
     Complete,
     DemandRequest,
     DemandState,
@@ -124,6 +125,7 @@ class Service:
             "/v1/leases/complete": (Complete, self.complete),
             "/v1/leases/fail": (Fail, self.fail),
             "/v1/leases/release": (LeaseRelease, self.release),
+            "/v1/endings/closed": (ClosedEndings, self.close_endings),
             "/v1/cancel": (RolloutSelector, self.cancel),
             "/v1/retry": (RolloutSelector, self.retry),
             "/v1/purge": (Purge, self.purge),
@@ -220,6 +222,10 @@ class Service:
         """Take leases back; their attempts do not count."""
         detail = storable(request.detail)
         return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in request.leases])
+
+    async def close_endings(self, closed: ClosedEndings) -> ClosedEndings:
+        """Record up to which ending lost attempts of a run have root spans; return the furthest that was recorded."""
+        return await self._write(lambda transaction: close_endings(transaction, self.database, closed))
 
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""

@@ -105,6 +105,21 @@ GROUP_COUNTS = sa.Table(
     comment="numbers of rows of `groups`: a demand is compared with them several times a second",
     sqlite_with_rowid=False,
 )
+RUNS = sa.Table(
+    "runs",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    *[
+        sa.Column(name, _BIG, nullable=False, server_default="0", comment=comment)
+        for name, comment in (
+            ("rollouts", "in whatever state"),
+            *((state, "of these") for state in ("succeeded", "failed", "dead", "cancelled")),
+            ("closed", "place in the order of endings up to which root spans of lost attempts are in the store"),
+        )
+    ],
+    comment="numbers of a run's rollouts by state, except that of the running ones: a hand-out changes one table alone",
+    sqlite_with_rowid=False,
+)
 DEMANDS = sa.Table(
     "demands",
     METADATA,

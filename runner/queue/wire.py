@@ -219,11 +219,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Rewards by name, for a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: no reward."""
 
     def __post_init__(self) -> None:
-        """Refuse rewards for a failure that the policy did not cause.
-
-        Raises:
-            ValueError: there are rewards, and the reason is not a failure of the policy.
-        """
+        """Raise ValueError where there are rewards for a failure that the policy did not cause."""
         if self.rewards is not None and self.reason not in POLICY_FAILURES:
             reasons = ", ".join(sorted(POLICY_FAILURES))
             raise ValueError(f"the policy did not cause {self.reason.value!r}: leave out its rewards. Only {reasons} have any")
@@ -261,6 +257,13 @@ class Stops(Struct, frozen=True, kw_only=True):
     """Attempts that a cancellation, an expired lease or a time limit has ended, in order."""
     cursor: int
     """Value of `after` for the next request."""
+
+
+class ClosedEndings(Struct, frozen=True, kw_only=True):
+    """Body of POST /v1/endings/closed, and response: of a run's endings up to `cursor`, lost attempts have root spans in the store."""
+
+    run_id: Name
+    cursor: Annotated[int, Meta(ge=0, lt=2**62)] = 0
 
 
 class RolloutSelector(Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,10 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sqlalchemy import event
 
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, not_running
+from runner.queue.endings import Ending, Endings, close_endings, not_running
+from runner.queue.purge import expired
 from runner.queue.rows import Defaults, Moment
-from runner.queue.tables import ATTEMPTS, GROUPS, METADATA, ROLLOUTS, QueueDatabase
-from runner.queue.wire import DemandRequest, LeaseRequest, RolloutSelector, RolloutState
+from runner.queue.tables import ATTEMPTS, GROUPS, METADATA, ROLLOUTS, RUNS, QueueDatabase
+from runner.queue.wire import ClosedEndings, DemandRequest, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.types import AttemptFailure
@@ -117,6 +119,8 @@ class Story(RuleBasedStateMachine):
             attempts = connection.execute(sa.select(ATTEMPTS)).all()
             groups = [bool(cancelled) for cancelled in connection.execute(sa.select(GROUPS.c.cancelled)).scalars()]
             demand = rows.demand(connection, "run")
+            counts = {state: number for run in rows.counts(connection) for state, number in run.states.items()}
+        assert counts == Counter(RolloutState(row.state) for row in rollouts)
         assert (demand.enqueued, demand.cancelled) == (groups.count(False), groups.count(True))
         ended = {(row.rollout_id, row.attempt): row for row in attempts}
         for row in rollouts:
@@ -183,13 +187,21 @@ class TestHandOut:
 
 PAGE: dict[str, Any] = {"group_id": None, "after": 0, "limit": 20}
 DEMAND = DemandRequest(policy="policy", branch="main", groups=9, oldest_version=0, filled=1)
+ASK = LeaseRequest(run_id="run 7", worker="w", count=20)
 REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
-    "hand-out": lambda c, _: rows.hand_out(c, LeaseRequest(run_id="run 7", worker="w", count=20), 30, NOW),
+    "hand-out": lambda c, _: rows.hand_out(c, ASK, 30, NOW),
     "enqueue": lambda c, database: rows.enqueue(c, database, "run 7", new_rollouts(8, "new"), [f"new {i}" for i in range(8)], DEFAULTS),
     "demand": lambda c, _: rows.demand(c, "run 7"),
     "want": lambda c, database: rows.want(c, database, "run 7", DEMAND),
     "queued": lambda c, _: rows.queued(c, "run 7", 50),
-    "newest end": lambda c, _: c.execute(rows.NEWEST_END, {"run": "run 7"}).scalar(),
+    "counts of a run": lambda c, _: rows.counts(c, "run 7"),
+    "counts of all runs": lambda c, _: rows.counts(c),
+    "beginning of a server": lambda c, _: (Endings(c), rows.running(c)),
+    "endings": lambda c, _: Endings(c).end(c, [Ending(one.rollout_id, 0, None) for one in rows.hand_out(c, ASK, 30, NOW)], NOW.wall),
+    "cancellation of a group": lambda c, _: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7"), NOW.wall),
+    "closed endings": lambda c, database: close_endings(c, database, ClosedEndings(run_id="run 7", cursor=1)),
+    "purge of nothing": lambda c, _: expired(c, NOW.wall - 1, None),
+    "list of a group": lambda c, _: rows.listed(c, run_id="run 7", state=None, **{**PAGE, "group_id": "7"}),
     "ended": lambda c, _: rows.ended(c, "run 7", 0, 20),
     "list": lambda c, _: rows.listed(c, run_id="run 7", state=None, **PAGE),
     "list of all runs": lambda c, _: rows.listed(c, run_id=None, state=None, **PAGE),
@@ -241,13 +253,17 @@ def fill(database: QueueDatabase, count: int, state: str = "queued") -> None:
     )
     with database.transaction() as transaction:
         begun = transaction.execute(sa.select(sa.func.coalesce(sa.func.max(ROLLOUTS.c.seq), 0))).scalar_one()
-        ended = "NULL" if state == "queued" else f"i + {begun}"
+        ended, ended_at = ("NULL", "NULL") if state == "queued" else (f"i + {begun}", NOW.wall)
         transaction.exec_driver_sql(
             "INSERT INTO rollouts (rollout_id, run_id, task_id, input, mode, group_id, group_size, priority, timeout_seconds, "
-            "max_attempts, attempts_left, state, attempt, ended) "
-            f"SELECT CAST(i + {begun} AS VARCHAR), 'run ' || CAST(i - i / 10 * 10 AS VARCHAR), 't', '1', 'train', CAST(i / 8 AS VARCHAR), "
-            f"8, i / 10 - i / 100 * 10, 60, 2, 2, '{state}', -1, {ended} FROM ({numbers}) AS numbers"
+            "max_attempts, attempts_left, state, attempt, ended, ended_at) "
+            f"SELECT CAST(i + {begun} AS VARCHAR), 'run ' || CAST(i - i / 10 * 10 AS VARCHAR), 't', '1', 'train', "
+            f"CAST((i + {begun}) / 8 AS VARCHAR), 8, i / 10 - i / 100 * 10, 60, 2, 2, '{state}', -1, {ended}, {ended_at} "
+            f"FROM ({numbers}) AS numbers"
         )
+        for run in {f"run {number}" for number in range(min(count, 10))}:
+            database.insert_new(transaction, RUNS, [{"run_id": run}])
+            rows.add_counts(transaction, run, {"rollouts": count // 10, **({} if state == "queued" else {state: count // 10})})
         groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id, ROLLOUTS.c.mode).distinct().where(ROLLOUTS.c.seq > begun)
         database.insert_new(transaction, GROUPS, [dict(row) for row in transaction.execute(groups).mappings()])
 
