@@ -15,6 +15,8 @@ from runner.workers.jobs import AttemptOutcome
 from runner.workers.root_spans import RootSpans
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 
+LOST = frozenset({RolloutState.DEAD, RolloutState.CANCELLED})
+"""States of ended rollouts of which attempts may have no worker that ends them."""
 _CANCELLED_BETWEEN_ATTEMPTS = AttemptOutcome(None, AttemptFailure.CANCELLED, "the rollout was cancelled between two attempts")
 
 
@@ -28,7 +30,7 @@ class LostAttempts:
 
     async def close(self, queued: QueuedRollout) -> None:
         """Write the missing root spans of a rollout that was cancelled, or whose last worker died."""
-        if not queued.attempts or queued.state not in {RolloutState.DEAD, RolloutState.CANCELLED}:
+        if not queued.attempts or queued.state not in LOST:
             return
         last = queued.attempts[-1]
         between = queued.state is RolloutState.CANCELLED and last.reason is not AttemptFailure.CANCELLED

@@ -13,10 +13,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import RolloutState
 from runner.runner import open_handlers
 from runner.workers.agents import AgentsBySource, AgentSpec
 from runner.workers.attempts import RunServices
+from runner.workers.lost_attempts import LOST
 from runner.workers.worker import Worker
 from spangrad.errors import SpangradError
 from spangrad.settings import Settings
@@ -30,6 +30,8 @@ _STORE_RETRY_SECONDS = 300.0
 _LONG_POLL_SECONDS = 20.0
 _RETRY_SECONDS = 2.0
 """Pause before the root spans of lost attempts are tried again, in seconds, when the gateway or the queue was away."""
+_REPORT_SECONDS = 30.0
+"""Pause between two reports of closed endings, in seconds: a worker that starts goes through those since the last one."""
 _PAGE = 1000
 _GATHER_SECONDS = 0.2
 """Pause between two looks at rollouts that ended, in seconds: most succeeded, and concern no lost worker."""
@@ -61,7 +63,7 @@ async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: a
             return
         starting = Worker(settings.runner.run_id, handlers, store_retry_seconds=_STORE_RETRY_SECONDS)
         worker = await stack.enter_async_context(starting)
-        closing = asyncio.create_task(_close_lost_attempts(handlers.services, settings.runner.run_id))
+        closing = asyncio.create_task(LostAttemptCloser(handlers.services, worker, settings.runner.run_id).run())
         ready()
         try:
             await asyncio.wait([stopping, worker.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -89,32 +91,66 @@ async def _run_unless_stopped(stopping: asyncio.Task[Any], work: Coroutine[Any, 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _close_lost_attempts(services: RunServices, run_id: str) -> None:
-    """Write the root spans of rollouts that ended without a living worker: first of those in the queue, then of each new one."""
-    cursor = await _until_done(partial(_close_earlier_lost, services, run_id))
-    while True:
-        cursor = await _until_done(partial(_close_next_lost, services, run_id, cursor))
-        await asyncio.sleep(_GATHER_SECONDS)
+class LostAttemptCloser:
+    """Writes the root spans of rollouts that ended without a living worker, in the order in which they ended.
 
+    Invariant: an ending is reported as closed once the store has acknowledged every root span that this process writes for its attempts;
+    a worker that starts goes on from the furthest report, so what one wrote and did not report is written again.
+    """
 
-async def _close_earlier_lost(services: RunServices, run_id: str) -> int:
-    """Write those of rollouts that have ended; return the number of the ending up to which all are done."""
-    cursor = (await services.queue.run(run_id)).cursor
-    for state in (RolloutState.DEAD, RolloutState.CANCELLED):
-        after = 0
-        while (page := await services.queue.rollouts(run_id=run_id, state=state, after=after, limit=_PAGE)).rollouts:
-            after = page.cursor
-            for rollout in page.rollouts:
-                await services.lost.close(rollout)
-    return cursor
+    def __init__(self, services: RunServices, worker: Worker, run_id: str) -> None:
+        self._services = services
+        self._worker = worker
+        self._run_id = run_id
+        self._cursor = self._reported = 0
+        self._closed: set[str] = set()
+        """Rollouts that died or were cancelled, since the last report was begun."""
 
+    async def run(self) -> None:
+        """Close lost attempts until cancelled."""
+        self._cursor = self._reported = await _until_done(partial(self._services.queue.close_endings, self._run_id))
+        reporting = asyncio.create_task(self._report_periodically())
+        try:
+            while True:
+                await _until_done(self._close_next)
+                await asyncio.sleep(_GATHER_SECONDS)
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
 
-async def _close_next_lost(services: RunServices, run_id: str, cursor: int) -> int:
-    """Write those of rollouts that end from now on; return the next such number."""
-    page = await services.queue.ended(run_id, after=cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
-    for rollout in page.rollouts:
-        await services.lost.close(rollout)
-    return page.cursor
+    async def _close_next(self) -> None:
+        page = await self._services.queue.ended(self._run_id, after=self._cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
+        for rollout in page.rollouts:
+            await self._services.lost.close(rollout)
+        self._closed.update(rollout.rollout_id for rollout in page.rollouts if rollout.state in LOST)
+        self._cursor = page.cursor
+
+    async def _report_periodically(self) -> None:
+        while True:
+            await asyncio.sleep(_REPORT_SECONDS)
+            try:
+                await self.report()
+            except SpangradError as error:
+                _logger.warning("%s Endings whose lost attempts have root spans are reported later.", error)
+
+    async def report(self) -> None:
+        """Report the endings that are closed so far, once their root spans are in the store.
+
+        Raises:
+            SpangradError: the store or the queue is away, or the worker cannot go on.
+        """
+        cursor, closed, self._closed = self._cursor, self._closed, set()
+        if cursor == self._reported:
+            return
+        try:
+            # Those that this worker holds are its own to write: it has been told to stop them, and has not yet.
+            await self._worker.without(closed)
+            await self._services.roots.acknowledged(_STORE_RETRY_SECONDS)
+            await self._services.queue.close_endings(self._run_id, cursor)
+        except BaseException:
+            self._closed |= closed
+            raise
+        self._reported = cursor
 
 
 async def _until_done(work: Callable[[], Awaitable[T]]) -> T:

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from commands.training import worker
+from runner.queue.client import QueueClient
+from runner.queue.wire import RolloutSelector
 from runner.workers import serving as runner_serving
 from runner.workers.agents import CallableAgent
+from runner.workers.serving import LostAttemptCloser
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http import service
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
-from tests.support.runners import new_rollouts, queue_settings, runner_services, serving, until_ended, with_mood
+from tests.support.runners import is_true, new_rollouts, queue_settings, runner_services, serving, until, until_ended, with_mood
 
 
 async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,37 +75,84 @@ async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, mon
     assert "Start it with `spangrad queue`, or set queue.url. Trying again for 5" in sentence
 
 
-async def test_close_lost_attempts_waits_for_gateway_and_closes_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_attempt_closer_waits_for_gateway_and_closes_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_serving, "_RETRY_SECONDS", 0)
-    failing = {"old", "new 1"}
-    mourned: list[str] = []
+    monkeypatch.setattr(runner_serving, "_GATHER_SECONDS", 0)
+    failing = {"4", "6"}
+    closed: list[str] = []
     all_done = asyncio.Event()
 
     class Queue:
-        async def run(self, run_id: str) -> Any:
-            return SimpleNamespace(cursor=4)
-
-        async def rollouts(self, *, run_id: str, state: str, after: int, limit: int) -> Any:
-            return SimpleNamespace(rollouts=["old"] if state == "dead" and not after else [], cursor=1)
+        async def close_endings(self, run_id: str) -> int:
+            return 4
 
         async def ended(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Any:
-            assert after >= 4
-            if after == 6:
+            if after == 7:
                 all_done.set()
                 await asyncio.Event().wait()
-            return SimpleNamespace(rollouts=[f"new {after - 4}"], cursor=after + 1)
+            return SimpleNamespace(rollouts=[SimpleNamespace(rollout_id=str(after), state="dead")], cursor=after + 1)
 
-    async def close(name: str) -> None:
-        if name in failing:
-            failing.discard(name)
+    async def close(rollout: Any) -> None:
+        if rollout.rollout_id in failing:
+            failing.discard(rollout.rollout_id)
             raise GatewayError("the gateway is away.")
-        mourned.append(name)
+        closed.append(rollout.rollout_id)
 
     services: Any = SimpleNamespace(queue=Queue(), lost=SimpleNamespace(close=close))
-    closing = asyncio.create_task(runner_serving._close_lost_attempts(services, "run"))
+    closing = asyncio.create_task(LostAttemptCloser(services, None, "run").run())  # type: ignore[arg-type]
     await asyncio.wait([closing, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
-    assert (waiting.done(), closing.done(), mourned) == (True, False, ["old", "new 0", "new 1"])
+    assert (waiting.done(), closing.done(), closed) == (True, False, ["4", "5", "6"])
     closing.cancel()
+
+
+class ClosingProcess:
+    """A worker process that closes lost attempts: what it does, in order; its worker holds attempts until `free` is set."""
+
+    def __init__(self, queue: QueueClient) -> None:
+        self.done: list[object] = []
+        self.free = asyncio.Event()
+        services: Any = SimpleNamespace(queue=queue, lost=self, roots=self)
+        self.closer = LostAttemptCloser(services, self, "run")  # type: ignore[arg-type]
+
+    async def close(self, rollout: Any) -> None:
+        self.done.append(rollout.rollout_id)
+
+    async def without(self, rollouts: set[str]) -> None:
+        self.done.append(set(rollouts))
+        await self.free.wait()
+
+    async def acknowledged(self, retry_seconds: float) -> None:
+        self.done.append("acknowledged")
+
+    async def run_until(self, count: int) -> None:
+        """Run until so many things are done."""
+        closing = asyncio.create_task(self.closer.run())
+        await until(lambda: is_true(len(self.done) >= count))
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+
+
+async def test_lost_attempt_closer_begins_after_the_endings_that_were_reported(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/queue.db")) as (client, _):
+        await client.enqueue("run", new_rollouts(3))
+        await client.cancel(RolloutSelector(rollout_ids=["r0", "r1"]))
+        first, second, third = (ClosingProcess(client) for _ in range(3))
+        await first.run_until(2)  # it is killed before it reports anything
+        await second.run_until(2)
+        assert (first.done, second.done) == (["r0", "r1"], ["r0", "r1"])
+        reporting = asyncio.create_task(second.closer.report())
+        await until(lambda: is_true(len(second.done) > 2))
+        assert await client.close_endings("run") == 0, "its own attempts have no root spans yet"
+        second.free.set()
+        await reporting
+        assert second.done[2:] == [{"r0", "r1"}, "acknowledged"]
+        await second.closer.report()
+        assert len(second.done) == 4, "nothing new is reported"
+        newest = (await client.run("run")).cursor
+        assert (await client.close_endings("run"), await client.close_endings("run", newest - 1)) == (newest, newest)
+        await client.cancel(RolloutSelector(rollout_ids=["r2"]))
+        await third.run_until(1)
+        assert third.done == ["r2"]
 
 
 async def test_rollout_timeout_overrides_worker_setting(tmp_path: Path) -> None:
