@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,6 +30,8 @@ _logger = logging.getLogger(__name__)
 _GROUPS_AT_ONCE = 64
 """Enqueued in one request."""
 _PAGE = 1000
+_COUNTED = frozenset({Mode.TRAIN, Mode.GREEDY})
+"""Modes of rollouts that count for the demand."""
 
 Queued = Callable[[Rollout, Settings], NewRollout]
 Served = Callable[[str], Awaitable[int | None]]
@@ -107,10 +109,8 @@ class DemandSource:
         self._greedy = wants_greedy(settings, Mode.TRAIN)
         self._begun: dict[tuple[str, int], dict[str, int]] = {}
         """Attempts that run, each with the versions of all policies that were served when it was first seen."""
-        self._ended = 0
-        """Position in the order in which rollouts ended, until which they were looked at."""
-        self._dead: dict[str, dict[str, Mode]] = {}
-        """Modes of dead rollouts by id, by group."""
+        self._ended: int | None = None
+        """Position in the order in which rollouts ended, until which they were looked at. None: no look was taken."""
 
     async def update(self) -> DemandUpdate:
         """Compare demand and queue once; enqueue or cancel groups accordingly.
@@ -139,24 +139,28 @@ class DemandSource:
 
     async def _cancel_stragglers(self, limit: int) -> int:
         """Cancel at most `limit` groups that have not ended, queued before running, newest first; return how many."""
-        opened: dict[str, None] = {}
-        for state in (RolloutState.RUNNING, RolloutState.QUEUED):
-            async for rollout in self._rollouts(state):
-                opened[rollout.group_id] = None
-        stragglers = list(opened)[-limit:]
+        stragglers = (await self._open_groups())[-limit:]
         for group in stragglers:
             await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
         if stragglers:
             _logger.info("cancelled %d groups that still ran when the trainer's demand was met", len(stragglers))
         return len(stragglers)
 
-    async def _rollouts(self, state: RolloutState) -> AsyncGenerator[QueuedRollout]:
-        """Yield the run's rollouts in a state that count for the demand: those of mode train and greedy."""
-        after = 0
-        while (page := await self._queue.rollouts(run_id=self._settings.runner.run_id, state=state, after=after, limit=_PAGE)).rollouts:
+    async def _open_groups(self) -> list[str]:
+        """Return the groups that have not ended, those with running rollouts first."""
+        opened: dict[str, None] = {}
+        for state in (RolloutState.RUNNING, RolloutState.QUEUED):
+            async for rollout in self._rollouts(state):
+                opened[rollout.group_id] = None
+        return list(opened)
+
+    async def _rollouts(self, state: RolloutState | None = None, group_id: str | None = None) -> AsyncGenerator[QueuedRollout]:
+        """Yield the run's rollouts, in a state or of a group, that count for the demand: those of mode train and greedy."""
+        after, run = 0, self._settings.runner.run_id
+        while (page := await self._queue.rollouts(run_id=run, state=state, group_id=group_id, after=after, limit=_PAGE)).rollouts:
             after = page.cursor
             for rollout in page.rollouts:
-                if rollout.mode in {Mode.TRAIN, Mode.GREEDY}:
+                if rollout.mode in _COUNTED:
                     yield rollout
 
     async def _cancel_old(self, demand: DemandState) -> int:
@@ -185,19 +189,31 @@ class DemandSource:
 
     async def _cancel_untrainable(self) -> int:
         """Cancel what still runs or waits of groups in which too many rollouts have died since the last look; return of how many groups."""
-        run, hit = self._settings.runner.run_id, set[str]()
+        run = self._settings.runner.run_id
         estimator, size = self._settings.trainer.credit.estimator, self._settings.runner.group_size
-        while (page := await self._queue.ended(run, after=self._ended, limit=_PAGE)).rollouts:
-            self._ended = page.cursor
-            for rollout in page.rollouts:
-                if rollout.state is RolloutState.DEAD and rollout.mode in {Mode.TRAIN, Mode.GREEDY}:
-                    self._dead.setdefault(rollout.group_id, {})[rollout.rollout_id] = rollout.mode
-                    hit.add(rollout.group_id)
         cancelled = 0
-        for group in hit:
-            if cannot_be_trained(estimator, size, Counter(self._dead[group].values())):
+        groups, cursor = await self._groups_to_check()
+        for group in groups:
+            dead = [rollout.mode async for rollout in self._rollouts(group_id=group) if rollout.state is RolloutState.DEAD]
+            if dead and cannot_be_trained(estimator, size, Counter(dead)):
                 stopped = await self._queue.cancel(RolloutSelector(run_id=run, group_id=group))
                 cancelled += stopped.queued + stopped.running > 0
+        self._ended = cursor
         if cancelled:
             _logger.info("cancelled %d groups with too many dead rollouts to train the others", cancelled)
         return cancelled
+
+    async def _groups_to_check(self) -> tuple[Collection[str], int]:
+        """Return the groups in which rollouts have died since the last look, and the position up to which that is known.
+
+        At the first look they are all groups that have not ended: there is nothing to cancel of others.
+        """
+        run = self._settings.runner.run_id
+        if self._ended is None:
+            cursor = (await self._queue.run(run)).cursor
+            return await self._open_groups() if cursor else [], cursor
+        hit, cursor = set[str](), self._ended
+        while (page := await self._queue.ended(run, after=cursor, limit=_PAGE)).rollouts:
+            cursor = page.cursor
+            hit |= {rollout.group_id for rollout in page.rollouts if rollout.state is RolloutState.DEAD and rollout.mode in _COUNTED}
+        return hit, cursor

@@ -9,15 +9,16 @@ from pathlib import Path
 from random import Random
 from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.demand_source import DemandSource, DemandUpdate, Difference, difference, task_at
 from runner.groups import cannot_be_trained, queued
-from runner.queue.wire import DemandRequest, DemandState, Failure, RolloutSelector, RolloutState
+from runner.queue.wire import DemandRequest, DemandState, Failure, Rollouts, RolloutSelector, RolloutState
 from spangrad.settings.trainer_learning import Estimator
 from spangrad.types import AttemptFailure, Mode, Task
-from tests.support.runners import queue_settings, serving
+from tests.support.runners import new_rollouts, queue_settings, serving
 
 TASKS = [Task(f"t{n}", n) for n in range(3)]
 
@@ -180,3 +181,31 @@ async def test_demand_source_group_with_too_many_dead_rollouts_is_replaced_early
         }
         assert Counter(rollout.state for rollout in rollouts if rollout.group_id != group) == {RolloutState.QUEUED: 3}
         assert await source.update() == DemandUpdate(1, 1, 0), "looked at again, nothing is done"
+
+
+async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_endings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=3, max_attempts=1)
+    read: list[int] = []
+
+    async def version(_: str) -> int | None:
+        return None
+
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", new_rollouts(40, mode=Mode.VALIDATE))
+        await client.cancel(RolloutSelector(run_id="run"))
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=2))
+        sources = [DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version) for _ in range(2)]
+        assert await sources[0].update() == DemandUpdate(2, 2, 0)
+        for lease in (await client.lease("run", "worker", 3))[:2]:
+            await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
+        ended = client.ended
+
+        async def counted(run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
+            page = await ended(run_id, after=after, limit=limit, wait_seconds=wait_seconds)
+            read.append(len(page.rollouts))
+            return page
+
+        monkeypatch.setattr(client, "ended", counted)
+        assert await sources[1].update() == DemandUpdate(2, 2, 1), "of the group whose rollouts died before it began"
+        assert await sources[1].update() == DemandUpdate(2, 2, 0)
+        assert sum(read) == 1, "the rollout that it cancelled itself"
