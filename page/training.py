@@ -5,9 +5,8 @@ In: the store. Out: plain values for JSON. Invariant: a rollout counts by its ne
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -141,13 +140,38 @@ class SkippedRow:
     """Remedy for the reason; empty: there is none to give."""
     newest_version: int
     """Newest version of the policy at that time: the step that skipped it began then."""
-    skipped_ms: int
-    """Time at which it was skipped, in milliseconds since 1970."""
+    skipped_us: int
+    """Time at which it was skipped, in microseconds since 1970."""
 
     @property
     def place(self) -> tuple[Value, ...]:
-        """Return its place in the order of time."""
-        return (self.skipped_ms, self.run, self.mode, self.spec, self.group)
+        """Return its place in the order of versions, then of time."""
+        return (self.newest_version, self.skipped_us, self.run, self.mode, self.spec, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedQuery:
+    """Question for skipped groups of a branch, the newest first."""
+
+    policy: str
+    branch: str
+    limit: int
+    """Largest number of groups."""
+    after: Sequence[Value] = ()
+    """Place of the last group that is shown. Empty: the list begins."""
+    since: int | None = None
+    """Version that was the newest of the policy when the first of them was skipped. None: any."""
+    until: int | None = None
+    """Version before which they were skipped. None: any."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedPage:
+    """Skipped groups of a branch, the newest first."""
+
+    rows: Sequence[SkippedRow] = ()
+    reasons: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of all that the question selects, by reason; empty after the first page."""
 
 
 def branches_of(store: PageStore) -> list[dict[str, Any]]:
@@ -220,11 +244,12 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
     }
 
 
-def skipped_view(skipped: Sequence[SkippedRow], after: str, since: int | None = None, until: int | None = None) -> dict[str, Any]:
-    """Return a page of a branch's skipped groups, the newest first, the cursor of what follows, and the number of all by reason.
+def skipped_query(policy: str, branch: str, after: str, since: int | None, until: int | None) -> SkippedQuery:
+    """Return what a page of a branch's skipped groups asks of the ledger.
 
     Args:
-        skipped: skipped groups of the branch.
+        policy: policy of the branch.
+        branch: name of the branch.
         after: cursor of the page before; empty: the list begins.
         since: version that was the newest of the policy when the first of them was skipped. None: any.
         until: version before which they were skipped. None: any.
@@ -232,15 +257,14 @@ def skipped_view(skipped: Sequence[SkippedRow], after: str, since: int | None = 
     Raises:
         ValueError: the cursor is none of this list.
     """
-    chosen = [row for row in skipped if (since is None or row.newest_version >= since) and (until is None or row.newest_version < until)]
-    last = tuple(decode_cursor(after, int, str, str, str, str)) if after else None
-    following = sorted((row for row in chosen if last is None or row.place < last), key=lambda row: row.place, reverse=True)
-    shown, cursor = cut_page(following, SKIPPED_ROWS, lambda row: row.place)
-    return {
-        "rows": [asdict(row) for row in shown],
-        "after": cursor,
-        "reasons": dict(Counter(row.reason for row in chosen).most_common()),
-    }
+    place = decode_cursor(after, int, int, str, str, str, str) if after else ()
+    return SkippedQuery(policy, branch, SKIPPED_ROWS + 1, place, since, until)
+
+
+def skipped_view(skipped: SkippedPage) -> dict[str, Any]:
+    """Return a page of a branch's skipped groups, the cursor of what follows, and on the first page the number of all by reason."""
+    shown, cursor = cut_page(skipped.rows, SKIPPED_ROWS, lambda row: row.place)
+    return {"rows": [asdict(row) for row in shown], "after": cursor, "reasons": dict(skipped.reasons)}
 
 
 def advantages_of(store: PageStore, rollouts: Sequence[str]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ can be shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,10 +28,12 @@ from page.rollouts.view import rollout_view, span_view
 from page.token_texts import TokenTexts
 from page.training import (
     STEP_CURSOR,
-    SkippedRow,
+    SkippedPage,
+    SkippedQuery,
     StepOrder,
     advantages_of,
     comparison,
+    skipped_query,
     skipped_view,
     step_rows,
     steps_export,
@@ -64,8 +66,8 @@ class PageReaders:
         StoreError: the store holds no span of it.
     """
     messages: ReadMessages
-    skipped: Callable[[Settings, str, str], Sequence[SkippedRow]]
-    """Function from settings, a policy and a branch to the groups that the branch skipped, oldest first.
+    skipped: Callable[[Settings, SkippedQuery], SkippedPage]
+    """Function from settings and a question to groups that a branch skipped.
 
     Raises:
         LedgerError: there is no ledger, or it does not answer.
@@ -184,11 +186,11 @@ class PageViews:
     def _skipped(self, query: Query) -> dict[str, Any]:
         policy, branch = _required(query, "policy"), _required(query, "branch")
         since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
+        asked = skipped_query(policy, branch, query.get("after", ""), since, until)
         try:
-            skipped = self._readers.skipped(self._settings, policy, branch)
+            return skipped_view(self._readers.skipped(self._settings, asked))
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
-            return {**skipped_view((), ""), "problem": str(error)}
-        return skipped_view(skipped, query.get("after", ""), since, until)
+            return {**skipped_view(SkippedPage()), "problem": str(error)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
         return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))

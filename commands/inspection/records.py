@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
     from page.rollouts.conversation import CallMessages
-    from page.training import SkippedRow
+    from page.training import SkippedPage, SkippedQuery
     from spangrad.store.rollout.reader import SkipLookup
     from spangrad.store.rollout.record import Record
     from trainer.ledger.ledger import Ledger
@@ -65,31 +65,34 @@ def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) 
     return [of(result) for result in read_dialogues(client, url, calls)]
 
 
-def read_skipped(settings: Settings, policy: str, branch: str) -> list[SkippedRow]:
-    """Return the groups that a branch skipped, oldest first.
+def read_skipped(settings: Settings, query: SkippedQuery) -> SkippedPage:
+    """Return a page of the groups that a branch skipped, the newest first.
 
     Raises:
         LedgerError: there is no ledger, or it does not answer.
     """
-    from page.training import SkippedRow
+    from page.training import SkippedPage, SkippedRow
     from trainer.ledger.recovery import existing_ledger
     from trainer.ledger.skips import REMEDIES
 
-    of_branch = settings.trainer.model_copy(update={"policy": policy, "branch": branch})
+    of_branch = settings.trainer.model_copy(update={"policy": query.policy, "branch": query.branch})
     ledger = existing_ledger(settings.model_copy(update={"trainer": of_branch}))
     if ledger is None:
         raise LedgerError(f"{of_branch.directory} holds no ledger. Set trainer.directory or trainer.ledger_url to the trainer's.")
     with closing(ledger):
-        skipped = ledger.skips.read()
-    return [
+        skipped = ledger.skips.newest(limit=query.limit, after=query.after, since=query.since, until=query.until)
+        # Of later pages the rows alone: the numbers are those of all pages.
+        reasons = {} if query.after else ledger.skips.counts(query.since, query.until)
+    rows = [
         SkippedRow(
             *(row.group.run_id, row.group.mode, row.group.build_spec, row.group.group_id, row.reason.value, row.detail),
             remedy=REMEDIES.get(row.reason, ""),
             newest_version=row.version,
-            skipped_ms=int(row.skipped_at.timestamp() * 1000),
+            skipped_us=row.place[1],
         )
         for row in skipped
     ]
+    return SkippedPage(rows, {reason.value: count for reason, count in reasons.items()})
 
 
 def _ledger(settings: Settings) -> tuple[Ledger | None, str]:

@@ -17,7 +17,7 @@ export async function drawSkipped(place) {
     { title: "Run", cell: (row) => row.run },
     { title: "Reason", cell: (row) => h("span", { class: "tag drop", title: row.remedy }, row.reason) },
     { title: "Detail", wide: true, cell: (row) => [row.detail, row.remedy].filter(Boolean).join(" ") },
-    { title: "Skipped (UTC)", cell: (row) => time(row.skipped_ms) },
+    { title: "Skipped (UTC)", cell: (row) => time(row.skipped_us / 1000) },
     { title: "", cell: (row) => actionButton("Restore", { request: () => ({ action: "restore", policy, branch, groups: [row.group] }),
       question: `Make group ${row.group} trainable again? The trainer checks it again, and skips it where the reason still holds.` }) ?? "" },
   ];

@@ -336,7 +336,7 @@ def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor, url: str)
     row.get_by_role("link", name="weather").click()
     page.wait_for_url("**/beside?run=page&group=weather")
     first = json.loads(get(f"{url}/api/training/skipped?policy=policy&branch=main")[2])
-    after = encode_cursor([first["rows"][0][name] for name in ("skipped_ms", "run", "mode", "spec", "group")])
+    after = encode_cursor([first["rows"][0][name] for name in ("newest_version", "skipped_us", "run", "mode", "spec", "group")])
     rest = json.loads(get(f"{url}/api/training/skipped?{urlencode({'policy': 'policy', 'branch': 'main', 'after': after})}")[2])
     assert (len(first["rows"]), rest["rows"], rest["after"]) == (2, first["rows"][1:], None)
     assert get(f"{url}/api/training/skipped?policy=policy&branch=main&after=guess")[0] == 400

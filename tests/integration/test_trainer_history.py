@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +14,15 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
+from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
 from trainer.ledger.demand import Consumption
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
+from trainer.ledger.skipped_groups import SkippedGroup, SkippedGroups
 from trainer.ledger.skips import SkipReason
-from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, SKIPPED, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, SKIPPED, VERSIONS, LedgerDatabase
 from trainer.loop import Trainer
 
 GROUPS = 4
@@ -84,8 +88,8 @@ def train(trainer: Trainer, *names: str) -> None:
     assert trainer.branch.steps() == head.version + 1
 
 
-def work(trainer: Trainer, *names: str) -> int:
-    """Make a step, and return what SQLite did for it, in tens of instructions."""
+def work(database: LedgerDatabase, act: Callable[[], object]) -> int:
+    """Do something, and return what SQLite did for it, in tens of instructions."""
     counted, lock = 0, threading.Lock()
 
     def count() -> int:
@@ -101,14 +105,14 @@ def work(trainer: Trainer, *names: str) -> int:
         connection.set_progress_handler(None, INSTRUCTIONS)
 
     watched = {"checkout": watch, "checkin": leave}
-    pool = trainer.ledger.database.engine.pool
-    for name, act in watched.items():
-        event.listen(pool, name, act)
+    pool = database.engine.pool
+    for name, handler in watched.items():
+        event.listen(pool, name, handler)
     try:
-        train(trainer, *names)
+        act()
     finally:
-        for name, act in watched.items():
-            event.remove(pool, name, act)
+        for name, handler in watched.items():
+            event.remove(pool, name, handler)
     return counted
 
 
@@ -117,7 +121,7 @@ def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp
     counts: list[int] = []
     for steps in (30, 3000):
         trainer = trainer_after(steps, tmp_path / f"{steps}", max_staleness)
-        counts.append(work(trainer, "e", "f"))
+        counts.append(work(trainer.ledger.database, partial(train, trainer, "e", "f")))
         consumed = Consumption(trainer.ledger, trainer.settings.trainer, SPEC).read()
         assert (consumed.steps, consumed.trained) == (steps + 2, GROUPS * (steps - 1) + 6)
         assert trainer.demand.figures(0)["groups_wanted"] >= consumed.groups
@@ -125,6 +129,46 @@ def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp
         trainer.ledger.close()
     assert counts[0] > 0
     assert counts[1] <= 1.2 * counts[0], counts
+
+
+def skips_of(steps: int, directory: Path) -> SkippedGroups:
+    """Return the skipped groups of a branch of so many steps: some of each step, entered in any order."""
+    facts = {**OF_BRANCH, "run_id": "run", "mode": "train", "build_spec": SPEC, "detail": "", "basis": "{}"}
+    rows = [
+        {**facts, "group_id": f"{number}-{place}", "reason": reason.value, "version": number, "skipped_at": 1000 * number + place // 2}
+        for number in range(steps)
+        for place, reason in enumerate([SkipReason.STALE, *[SkipReason.EQUAL] * (GROUPS - 1)])
+    ]
+    database = LedgerDatabase(directory)
+    with database.transaction() as transaction:
+        transaction.execute(SKIPPED.insert(), random.Random(0).sample(rows, len(rows)))
+    return SkippedGroups(database, OF_BRANCH, TrainerSettings())
+
+
+def test_newest_skipped_groups_cost_the_same_after_many_steps(tmp_path: Path) -> None:
+    costs: list[list[int]] = []
+    for steps in (40, 4000):
+        skips = skips_of(steps, tmp_path / f"{steps}")
+        middle = skips.newest(limit=1, until=steps // 2)[0].place
+        pages = [{"limit": 20}, {"limit": 20, "after": middle}, {"limit": 20, "since": 3, "until": 5}]
+        costs.append([work(skips.database, partial(skips.newest, **page)) for page in pages])
+        skips.database.close()
+    few, many = costs
+    assert all(0 < after <= 1.1 * before for before, after in zip(few, many, strict=True)), costs
+
+
+def test_newest_skipped_groups_are_read_page_by_page_by_version(tmp_path: Path) -> None:
+    skips = skips_of(5, tmp_path)
+    everything = sorted(skips.read(), key=lambda row: row.place, reverse=True)
+    pages: list[SkippedGroup] = []
+    while page := skips.newest(limit=3, after=pages[-1].place if pages else ()):
+        pages += page
+    assert (pages, len(pages)) == (everything, 5 * GROUPS)
+    between = [row for row in everything if row.version in {2, 3}]
+    assert skips.newest(limit=100, since=2, until=4) == between
+    assert skips.newest(limit=100, after=between[1].place, since=2, until=4) == between[2:]
+    assert [*skips.counts(since=2, until=4).items()] == [(SkipReason.EQUAL, 2 * GROUPS - 2), (SkipReason.STALE, 2)]
+    skips.database.close()
 
 
 class WholeStore:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
@@ -19,6 +19,9 @@ from spangrad.types import VersionStatus
 from trainer.data.source import Group
 from trainer.ledger.skips import FAILURES, Skip, SkipReason, bases, depends_on_versions
 from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatabase, equal_to
+
+_ORDER = ("version", "skipped_at", "run_id", "mode", "build_spec", "group_id")
+"""Columns of a skipped group's place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,12 @@ class SkippedGroup:
     version: int
     """Newest version number of the policy at that time."""
     skipped_at: datetime
+
+    @property
+    def place(self) -> tuple[int, int, str, str, str, str]:
+        """Return its place in the order of versions, then of time (microseconds since 1970)."""
+        microseconds = (self.skipped_at - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+        return (self.version, microseconds, self.group.run_id, self.group.mode, self.group.build_spec, self.group.group_id)
 
     def is_outdated(self, lineage: Collection[int], bases: Mapping[SkipReason, str]) -> bool:
         """Return whether what the reason depends on has changed.
@@ -99,6 +108,36 @@ class SkippedGroups:
         """Return the skipped groups, oldest first; with a reason those alone."""
         with self.database.reading() as connection:
             return self._read(connection, reason)
+
+    @repeated
+    def newest(self, *, limit: int, after: Sequence[object] = (), since: int | None = None, until: int | None = None) -> list[SkippedGroup]:
+        """Return skipped groups, the newest first: by version, then by time.
+
+        Args:
+            limit: largest number of groups.
+            after: place of a group (`SkippedGroup.place`), after which they follow; empty: from the newest on.
+            since: smallest `version`. None: any.
+            until: `version` before which they were skipped. None: any.
+        """
+        columns = [SKIPPED.c[name] for name in _ORDER]
+        query = sa.select(SKIPPED).where(*self._between(since, until)).order_by(*[column.desc() for column in columns]).limit(limit)
+        if after:
+            query = query.where(sa.tuple_(*columns) < sa.tuple_(*[sa.literal(value) for value in after]))
+        with self.database.reading() as connection:
+            return [_skipped(row) for row in connection.execute(query).mappings()]
+
+    @repeated
+    def counts(self, since: int | None = None, until: int | None = None) -> dict[SkipReason, int]:
+        """Return the number of skipped groups by reason, the most frequent first; `since` and `until` as those of `newest`."""
+        number = sa.func.count()
+        query = sa.select(SKIPPED.c.reason, number).where(*self._between(since, until)).group_by(SKIPPED.c.reason)
+        with self.database.reading() as connection:
+            return {SkipReason(reason): count for reason, count in connection.execute(query.order_by(number.desc(), SKIPPED.c.reason))}
+
+    def _between(self, since: int | None, until: int | None) -> list[sa.ColumnElement[bool]]:
+        """Return the conditions on the branch's skips whose `version` is at least `since` and less than `until`."""
+        bounds = [*([] if since is None else [SKIPPED.c.version >= since]), *([] if until is None else [SKIPPED.c.version < until])]
+        return [*equal_to(SKIPPED, self._branch), *bounds]
 
     def restore(self, names: Collection[str] = (), reason: SkipReason | None = None) -> list[SkippedGroup]:
         """Remove the skips of groups, and return them: those of these names (none: all), of this reason where one is given."""
