@@ -58,28 +58,34 @@ def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, 
 def follow(settings: Settings) -> None:
     """Build rollouts as they become complete, until SIGTERM or SIGINT.
 
-    Failures of the store and of Python rules are retried with back-off while following.
+    Failures of the store are retried with back-off once it has answered, and those of Python rules after the first pass.
 
     Raises:
         BuilderError: a file of the specification was changed.
-        RuleError: a Python rule fails at the start.
-        StoreError: the store does not answer at the start.
+        RuleError: a Python rule fails in the first pass.
+        StoreError: the store does not answer, or refuses the settings, before the first pass.
     """
     with stoppable():
         builder = _started(settings)
         if settings.builder.metrics_address:
             serve_metrics(settings.builder.metrics_address, builder.lags)
-        builder.build_ready()
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type((StoreError, RuleError)),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=5),
-            before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
-        )
+        # The first pass may take hours; a rule that fails in it is one that was just set, and is shown at once.
+        _retrying(StoreError)(builder.build_ready)
+        retrying = _retrying(StoreError, RuleError)
 
         def build(urgent: bool) -> None:
             retrying(builder.build_ready, urgent=urgent)
 
         repeat(lambda: bool(retrying(builder.wait)), build, settings.builder.poll_seconds)
+
+
+def _retrying(*errors: type[Exception]) -> tenacity.Retrying:
+    """Return what repeats a call with back-off for as long as it raises one of these errors."""
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(errors),
+        wait=tenacity.wait_exponential(multiplier=0.2, max=5),
+        before_sleep=lambda state: log.warning("%s Trying again.", state.outcome.exception() if state.outcome else ""),
+    )
 
 
 def repeat(

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from spangrad.errors import RuleError, StoreError
+from spangrad.settings import Settings
+from transition_builder import loop
 from transition_builder.loop import repeat
 
 
@@ -52,3 +55,34 @@ def test_repeat_counts_short_wait_as_part_of_rest() -> None:
 def test_repeat_rests_no_longer_than_limit_and_not_after_pass_without_urgency() -> None:
     assert passes([0, 0.5], 1, longest_rest=0.25) == [0, 1.25]
     assert passes([0, 0.5], 1, urgent=False) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "error", "expected_passes"),
+    [
+        pytest.param([StoreError("away"), None, StoreError("away"), RuleError("wrong"), None], OverError, 5, id="store is away"),
+        pytest.param([StoreError("away"), RuleError("wrong")], RuleError, 2, id="rule fails in the first pass"),
+    ],
+)
+def test_follow_first_pass_survives_outage_and_ends_by_rule_error(
+    monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], error: type[Exception], expected_passes: int
+) -> None:
+    count = 0
+
+    class Builder:
+        def build_ready(self, *, urgent: bool = False) -> None:
+            nonlocal count
+            count += 1
+            if (outcome := outcomes[count - 1]) is not None:
+                raise outcome
+
+        def wait(self) -> bool:
+            if count == len(outcomes):
+                raise OverError
+            return False
+
+    monkeypatch.setattr(loop, "_started", lambda settings: Builder())
+    monkeypatch.setattr(loop.tenacity.nap.time, "sleep", lambda seconds: None)
+    with pytest.raises(error):
+        loop.follow(Settings())
+    assert count == expected_passes
