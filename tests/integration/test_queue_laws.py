@@ -326,10 +326,7 @@ def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queu
         read = rows.rollout(connection, "r1")
     assert read
     assert [(one.attempt, one.ended_at) for one in read.attempts] == [(0, None)]
-    with database.reading() as connection:
-        counts = rows.counts(connection)
-    assert [(one.states, one.cursor) for one in counts] == [({RolloutState.RUNNING: 1, RolloutState.SUCCEEDED: 1}, 1)]
-    assert running == []
+    assert running == ["r0"]
     database.close()
 
 
