@@ -1,7 +1,7 @@
 """JSON and CSV of the page's answers: what senders wrote is in them letter by letter, as far as it is text.
 
-In: plain values. Out: bytes. Invariant: any value can be encoded; what UTF-8 cannot hold is replaced, a number that is none becomes null in
-JSON; no text becomes a formula where a spreadsheet opens CSV.
+In: plain values. Out: bytes, and answers that hold them. Invariant: any value can be encoded; what UTF-8 cannot hold is replaced, a number
+that is none becomes null in JSON; no text becomes a formula where a spreadsheet opens CSV.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """Characters with which a text becomes a formula where a spreadsheet opens the file."""
@@ -33,6 +34,11 @@ def _repaired(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_repaired(str(key)): _repaired(item) for key, item in value.items()}
     return [_repaired(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def json_answer(content: bytes, status: int = 200) -> web.Response:
+    """Return an answer that holds encoded JSON, and that no browser keeps."""
+    return web.Response(status=status, body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def csv_line(values: Sequence[object]) -> bytes:

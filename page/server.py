@@ -22,7 +22,7 @@ from aiohttp import web
 from page.access import HEADERS, PageAccess, local_target
 from page.actions.perform import ActionCommands, ActionRunner
 from page.actions.routes import ActionRoutes
-from page.encoding import encode
+from page.encoding import encode, json_answer
 from page.files import PageFiles
 from page.overview import FRESH_SECONDS, overview_without
 from page.play.routes import PlayRoutes
@@ -174,10 +174,10 @@ class _Page:
         content = await self._in_thread(lambda: _encoded(answer(request.query)))
         if content is None:
             raise web.HTTPNotFound
-        return _json_response(content)
+        return json_answer(content)
 
     async def _overview_json(self, request: web.Request) -> web.Response:
-        return _json_response(encode(await self._overview()))
+        return json_answer(encode(await self._overview()))
 
     async def _overview(self) -> dict[str, Any]:
         # One thread reads; who waits for it holds none.
@@ -235,10 +235,6 @@ class _Page:
 
 def _encoded(value: Any) -> bytes | None:
     return None if value is None else encode(value)
-
-
-def _json_response(content: bytes) -> web.Response:
-    return web.Response(body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _error(status: int, sentence: str) -> web.Response:

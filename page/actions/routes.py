@@ -13,7 +13,7 @@ from aiohttp import web
 from page.access import PageAccess
 from page.actions.perform import ActionRunner
 from page.actions.requests import read_request
-from page.encoding import encode
+from page.encoding import encode, json_answer
 from spangrad.http.server import body
 
 InThread = Callable[[Callable[[], str]], Awaitable[str]]
@@ -41,13 +41,9 @@ class ActionRoutes:
     async def act(self, request: web.Request) -> web.Response:
         """Carry out an action."""
         if self._runner is None:
-            return _answer(403, {"error": "this page offers no actions. Set page.actions to true."})
+            return json_answer(encode({"error": "this page offers no actions. Set page.actions to true."}), 403)
         problem = self._access.action_problem(request)
         if problem:
-            return _answer(403, {"error": problem})
+            return json_answer(encode({"error": problem}), 403)
         runner, action = self._runner, read_request(await body(request))
-        return _answer(200, {"done": await self._in_thread(lambda: runner.run(action, request.remote or ""))})
-
-
-def _answer(status: int, value: dict[str, str]) -> web.Response:
-    return web.Response(status=status, body=encode(value), content_type="application/json", headers={"Cache-Control": "no-store"})
+        return json_answer(encode({"done": await self._in_thread(lambda: runner.run(action, request.remote or ""))}))

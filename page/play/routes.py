@@ -6,14 +6,14 @@ In: requests of browsers. Out: JSON, and server-sent events. Invariant: what cha
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from page.access import HEADERS, PageAccess
-from page.encoding import encode
+from page.encoding import encode, json_answer
 from page.play.sessions import PlaySessions
 from spangrad.errors import GatewayError
 from spangrad.http.json_http import ask
@@ -75,7 +75,7 @@ class PlayRoutes:
 
         Each has the id of a rollout that it answers: where a canary is out, the gateway goes by the id.
         """
-        return _answer(200, {"environments": self._environments, "policies": await self._in_thread(self._policies)})
+        return json_answer(encode({"environments": self._environments, "policies": await self._in_thread(self._policies)}))
 
     def _policies(self) -> list[dict[str, object]]:
         try:
@@ -88,7 +88,7 @@ class PlayRoutes:
         """Take a person's reply, or let the person leave."""
         problem = self._access.action_problem(request)
         if self._sessions is None or problem:
-            return _answer(403, {"error": problem or "this page offers no actions. Set page.actions to true."})
+            return json_answer(encode({"error": problem or "this page offers no actions. Set page.actions to true."}), 403)
         try:
             answer = msgspec.json.decode(await body(request), type=PlayAnswer)
         except msgspec.DecodeError as error:
@@ -98,12 +98,12 @@ class PlayRoutes:
             await session.leave("It was left.")
         else:
             await session.reply(answer.turn, answer.text)
-        return _answer(200, {"done": ""})
+        return json_answer(encode({"done": ""}))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Send the events of a session, from the one after `Last-Event-ID` on, until it ends or the browser leaves."""
         if self._sessions is None:
-            return _answer(403, {"error": "this page offers no actions. Set page.actions to true."})
+            return json_answer(encode({"error": "this page offers no actions. Set page.actions to true."}), 403)
         session = self._sessions.get(request.query.get("id", ""))
         last = request.headers.get("Last-Event-ID", "")
         response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
@@ -136,7 +136,3 @@ def _rollout(is_place: Callable[[float], bool]) -> str:
         if is_place(canary_bucket(rollout)):
             return rollout
     return ""
-
-
-def _answer(status: int, value: Mapping[str, object]) -> web.Response:
-    return web.Response(status=status, body=encode(value), content_type="application/json", headers={"Cache-Control": "no-store"})
