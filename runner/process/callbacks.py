@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -101,9 +102,8 @@ class Callbacks:
         self._hosts = CallbackHosts(settings.callback_hosts)
         self._token = settings.token.get_secret_value() if settings.token else None
         self._trajectories = trajectories
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._begun: set[str] = set()
-        """Rollouts of the tasks."""
+        self._tasks: dict[asyncio.Task[None], Sequence[str]] = {}
+        """Deliveries that are under way, each with its rollouts."""
         self._session: aiohttp.ClientSession | None = None
 
     def check(self, url: str) -> None:
@@ -131,7 +131,8 @@ class Callbacks:
 
         again, opened = await self._service.writer.do(write)
         # An earlier request may have kept them and begun nothing: its answer from the database was lost.
-        if begun := [*again, *(rollout for rollout in opened if rollout not in self._begun)]:
+        under_way = set(chain.from_iterable(self._tasks.values()))
+        if begun := [*again, *(rollout for rollout in opened if rollout not in under_way)]:
             self._begin(run_id, begun, url)
 
     async def resume(self) -> None:
@@ -152,14 +153,9 @@ class Callbacks:
             await self._session.close()
 
     def _begin(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
-        def end(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            self._begun.difference_update(rollouts)
-
         task = asyncio.create_task(self._deliver(run_id, rollouts, url))
-        self._tasks.add(task)
-        self._begun.update(rollouts)
-        task.add_done_callback(end)
+        self._tasks[task] = rollouts
+        task.add_done_callback(self._tasks.pop)
 
     async def _deliver(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
         """Post the trajectories of rollouts as they are ready, one after the other."""
