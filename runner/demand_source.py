@@ -206,12 +206,12 @@ class DemandSource:
     async def _groups_to_check(self) -> tuple[Collection[str], int]:
         """Return the groups in which rollouts have died since the last look, and the position up to which that is known.
 
-        At the first look they are all groups that have not ended: there is nothing to cancel of others.
+        At the first look they are all groups that have not ended, if any rollout has died: there is nothing to cancel of others.
         """
         run = self._settings.runner.run_id
         if self._ended is None:
-            cursor = (await self._queue.run(run)).cursor
-            return await self._open_groups() if cursor else [], cursor
+            counts = await self._queue.run(run)
+            return await self._open_groups() if RolloutState.DEAD in counts.states else [], counts.cursor
         hit, cursor = set[str](), self._ended
         while (page := await self._queue.ended(run, after=cursor, limit=_PAGE)).rollouts:
             cursor = page.cursor
