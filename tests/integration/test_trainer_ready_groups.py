@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +26,8 @@ from trainer.ledger.skips import SkipReason
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
 MADE = {"checksum": "float32:01", "path": "/v1", "tokenizer_hash": "tokenizer", "metrics": {}}
 SETTINGS = trainer_settings(run_id="run")
+OTHER_HOST = "other-host 7 123 other-boot/pid:[1]"
+Ledgers = tuple[Ledger, Ledger]
 
 
 def group(name: str) -> Group:
@@ -66,6 +68,16 @@ def begun(place: Path | str, branch: str = "main", holder: str | None = None) ->
     return ledger
 
 
+@pytest.fixture
+def ledgers(place: Place) -> Iterator[Ledgers]:
+    """Yield the ledger as this process has it, and as a trainer on another host."""
+    where = place()
+    both = begun(where), begun(where, holder=OTHER_HOST)
+    yield both
+    for ledger in both:
+        ledger.close()
+
+
 def train(ledger: Ledger, *names: str) -> None:
     lease = ledger.begin(rollouts(*names))
     assert lease
@@ -76,9 +88,8 @@ def names(groups: Iterable[Group]) -> list[str]:
     return [one.group_id for one in groups]
 
 
-def test_look_omits_trained_leased_and_skipped_groups_until_undone(place: Place) -> None:
-    where = place()
-    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+def test_look_omits_trained_leased_and_skipped_groups_until_undone(ledgers: Ledgers) -> None:
+    ledger, other = ledgers
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(name) for name in "abcdef"]
     assert names(ready.poll(source)) == [*"abcdef"]
@@ -96,8 +107,6 @@ def test_look_omits_trained_leased_and_skipped_groups_until_undone(place: Place)
     assert names(ready.poll(source)) == [*"bcdef"]
     source.released.discard(group("a"))  # a late span made a new revision of it
     assert names(ready.poll(source)) == [*"bcdef"]
-    for opened_ledger in (ledger, other):
-        opened_ledger.close()
 
 
 def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
@@ -120,9 +129,8 @@ def test_look_at_unchanged_ledger_asks_one_statement(place: Place) -> None:
     ledger.close()
 
 
-def test_look_with_commit_between_its_statements_omits_its_groups_at_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = place()
-    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+def test_look_with_commit_between_its_statements_omits_its_groups_at_next(ledgers: Ledgers, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, other = ledgers
     source, ready = Whole(), ReadyGroups(ledger, SETTINGS)
     source.all = [group(name) for name in "abcd"]
     assert names(ready.poll(source)) == [*"abcd"]
@@ -138,13 +146,10 @@ def test_look_with_commit_between_its_statements_omits_its_groups_at_next(place:
     monkeypatch.setattr(ready, "_finished", with_commit)
     assert names(ready.poll(source)) == [*"bcd"]
     assert names(ready.poll(source)) == ["d"]
-    for opened_ledger in (ledger, other):
-        opened_ledger.close()
 
 
-def test_look_with_lease_between_its_statements_loses_no_group(place: Place) -> None:
-    where = place()
-    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+def test_look_with_lease_between_its_statements_loses_no_group(ledgers: Ledgers) -> None:
+    ledger, other = ledgers
     source, ready, leases = Whole(), ReadyGroups(ledger, SETTINGS), list[BatchLease | None]()
     source.all = [group(name) for name in "ab"]
 
@@ -158,8 +163,6 @@ def test_look_with_lease_between_its_statements_loses_no_group(place: Place) -> 
     assert (names(ready.poll(source)), source.released) == (["b"], set()), "what may be undone is not forgotten"
     other.recover()
     assert names(ready.poll(source)) == [*"ab"]
-    for opened_ledger in (ledger, other):
-        opened_ledger.close()
 
 
 def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
@@ -174,9 +177,8 @@ def test_look_at_10000_groups_matches_a_full_read(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_groups_of_versions_orphaned_elsewhere_are_ready_and_counted_again(place: Place) -> None:
-    where = place()
-    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+def test_groups_of_versions_orphaned_elsewhere_are_ready_and_counted_again(ledgers: Ledgers) -> None:
+    ledger, other = ledgers
     source, ready, consumption = Whole(), ReadyGroups(ledger, SETTINGS), Consumption(ledger, SETTINGS, "spec")
     source.all += [group(name) for name in "abc"]
     for name in "abc":
@@ -187,8 +189,6 @@ def test_groups_of_versions_orphaned_elsewhere_are_ready_and_counted_again(place
     assert (names(ready.poll(source)), ledger.lineage()) == (["b", "c"], [0, 1])
     assert consumption.read() == Consumption(ledger, SETTINGS, "spec").read()
     assert (ledger.committed_versions(), consumption.read().trained) == ([0, 1], 1)
-    for opened in (ledger, other):
-        opened.close()
 
 
 EVENTS = st.lists(
@@ -205,7 +205,7 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
     """Law: after changes of the ledger by any holder and in any order, no group is missed, and none comes twice or is counted twice."""
     with TemporaryDirectory() as directory:
         ledger, branch = begun(Path(directory)), begun(Path(directory), "elsewhere")
-        other = begun(Path(directory), holder="other-host 7 123 other-boot/pid:[1]")
+        other = begun(Path(directory), holder=OTHER_HOST)
         source, ready, consumption = Whole(), ReadyGroups(ledger, SETTINGS), Consumption(ledger, SETTINGS, "spec")
         lease: BatchLease | None = None
 
@@ -263,9 +263,8 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
             opened_ledger.close()
 
 
-def test_remembered_reads_again_only_after_changes(place: Place) -> None:
-    where = place()
-    ledger, other = begun(where), begun(where, holder="other-host 7 123 other-boot/pid:[1]")
+def test_remembered_reads_again_only_after_changes(ledgers: Ledgers) -> None:
+    ledger, other = ledgers
     reads: list[int] = []
 
     def read(connection: sa.Connection) -> int:
@@ -282,5 +281,3 @@ def test_remembered_reads_again_only_after_changes(place: Place) -> None:
     assert ledger.committed_versions() == [0, 1]
     ledger.rollback(0)
     assert (other.lineage(), other.database.remembered("y", lambda _: 1)) == ([0], 1)
-    for opened_ledger in (ledger, other):
-        opened_ledger.close()
