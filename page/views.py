@@ -186,9 +186,9 @@ class PageViews:
     def _skipped(self, query: Query) -> dict[str, Any]:
         policy, branch = _required(query, "policy"), _required(query, "branch")
         since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
-        asked = skipped_query(policy, branch, query.get("after", ""), since, until)
+        page_query = skipped_query(policy, branch, query.get("after", ""), since, until)
         try:
-            return skipped_view(self._readers.skipped(self._settings, asked))
+            return skipped_view(self._readers.skipped(self._settings, page_query))
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
             return {**skipped_view(SkippedPage()), "problem": str(error)}
 

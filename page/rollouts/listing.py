@@ -71,11 +71,11 @@ def page_of(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, limi
     looked for, so that a page may have fewer rows than its limit.
     """
     rows = _revisions(store, rollouts, order, limit + 1)
-    following = cursor_of(rows[limit - 1]) if len(rows) > limit else None
-    ids = {parameter: list({row[name] for row in rows[:limit]}) for parameter, name in (("runs", "RunId"), ("ids", "RolloutId"))}
+    shown, following = rows[:limit], cursor_of(rows[limit - 1]) if len(rows) > limit else None
+    ids = {"runs": list({row["RunId"] for row in shown}), "ids": list({row["RolloutId"] for row in shown})}
     newest = {(row["BuildId"], row["BuiltUs"]) for row in store.rows(_NEWEST, ids)}
     trained = {tuple(row[name] for name in KEY): row["Trained"] for row in store.rows(_TRAINED, ids)}
-    kept = [row for row in rows[:limit] if (row.pop("BuildId"), row["BuiltUs"]) in newest]
+    kept = [row for row in shown if (row.pop("BuildId"), row["BuiltUs"]) in newest]
     return {"rows": [{**row, "Trained": trained.get(tuple(row[name] for name in KEY), [])} for row in kept], "after": following}
 
 

@@ -105,7 +105,7 @@ class Endings:
                 sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
             )
         ]
-        open_ = 0
+        number = 0
         highest = transaction.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar() or 0
         for condition in conditions:
             matches = (condition, ROLLOUTS.c.state.in_(OPEN))
@@ -115,10 +115,10 @@ class Endings:
             cancelled: dict[str, Any] = {
                 "state": RolloutState.CANCELLED.value, "worker": None, "ended": self._next + ROLLOUTS.c.seq, "ended_at": wall,
             }  # fmt: skip
-            open_ += _recount(transaction, matches, RolloutState.CANCELLED, 1)
+            number += _recount(transaction, matches, RolloutState.CANCELLED, 1)
             transaction.execute(ROLLOUTS.update().where(*matches).values(cancelled))
         self._next += highest + 1
-        return Cancelled(queued=open_ - len(held), running=len(held)), held
+        return Cancelled(queued=number - len(held), running=len(held)), held
 
     def retry(self, transaction: sa.Connection, which: RolloutSelector) -> int:
         """Queue dead letters again, each with its full number of attempts; return how many."""

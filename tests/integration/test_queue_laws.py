@@ -197,7 +197,7 @@ REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
     "counts of a run": lambda c, _: rows.counts(c, "run 7"),
     "counts of all runs": lambda c, _: rows.counts(c),
     "beginning of a server": lambda c, _: (Endings(c), rows.running(c)),
-    "endings": lambda c, _: Endings(c).end(c, [Ending(one.rollout_id, 0, None) for one in rows.hand_out(c, ASK, 30, NOW)], NOW.wall),
+    "endings": lambda c, _: Endings(c).end(c, [Ending(lease.rollout_id, 0, None) for lease in rows.hand_out(c, ASK, 30, NOW)], NOW.wall),
     "cancellation of a group": lambda c, _: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7"), NOW.wall),
     "closed endings": lambda c, database: close_endings(c, database, ClosedEndings(run_id="run 7", cursor=1)),
     "purge of nothing": lambda c, _: expired(c, NOW.wall - 1, None),
@@ -325,7 +325,7 @@ def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queu
     with database.reading() as connection:
         read = rows.rollout(connection, "r1")
     assert read
-    assert [(one.attempt, one.ended_at) for one in read.attempts] == [(0, None)]
+    assert [(attempt.attempt, attempt.ended_at) for attempt in read.attempts] == [(0, None)]
     assert running == ["r0"]
     database.close()
 
