@@ -120,8 +120,9 @@ def _in_memory(positions: NDArray[np.int64], placement: Placement) -> NDArray[np
     """Return the numbers in the parameter's storage of words of a placement, which are counted row by row."""
     places = np.full_like(positions, placement.target)
     for dimension in reversed(placement.dimensions):
-        positions, at = np.divmod(positions, dimension.size)
-        places += at * dimension.target
+        rows = positions // dimension.size  # NumPy divides by one number faster than `divmod` does
+        places += (positions - rows * dimension.size) * dimension.target
+        positions = rows
     return places
 
 

@@ -21,10 +21,11 @@ from vllm.platforms import current_platform
 
 from gateway.vllm_plugin import layout
 from gateway.vllm_plugin.layout import TensorLayout
+from gateway.vllm_plugin.mixing import mixing
 from gateway.vllm_plugin.placing import extent, placed_in, target_end
 from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.placements import Dimension, Placement
-from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
+from spangrad.weights.shards import MASK, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
 
 HTTP_BACKEND = "spangrad_http"
 CHUNK_WORDS = {"cpu": 2**16}
@@ -175,17 +176,19 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
     words = shard.view(_BITS[tensor.dtype])
     row = max(1, placement.count // dimensions[0].size)
-    rows = max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row)
+    rows = min(dimensions[0].size, max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row))
+    mix = mixing(tensor, rows * row)
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
-        mixed = _mixed(words[start : start + rows], 8 * tensor.element_size())
-        total = int(mixed.sum())
-        plain += total
+        mixed = mix(words[start : start + rows])
+        total = 0
         # The number of a word is a sum over dimensions, so that sums along each dimension are enough.
-        weighted += total * (placement.source + start * dimensions[0].source)
         for axis, each in enumerate(dimensions):
             along = mixed.sum([other for other in range(mixed.ndim) if other != axis]) if mixed.ndim > 1 else mixed
+            total = int(along.sum())
             weighted += each.source * int((along * torch.arange(along.numel(), device=along.device)).sum())
+        plain += total
+        weighted += total * (placement.source + start * dimensions[0].source)
     return placement.count, plain & MASK, weighted & MASK
 
 
@@ -205,19 +208,5 @@ def _sampled_sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int,
     inside &= rest == 0
     numbers, target = numbers[inside], target[inside]
     memory = tensor.as_strided((target_end(placement),), (1,), 0)
-    mixed = _mixed(memory[target].view(_BITS[tensor.dtype]), 8 * tensor.element_size())
+    mixed = mixing(tensor, numbers.numel())(memory[target].view(_BITS[tensor.dtype]))
     return numbers.numel(), int(mixed.sum()) & MASK, int((mixed * numbers).sum()) & MASK
-
-
-def _mixed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the mixed words. int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
-    mixed = words.to(torch.int64) & (2**bits - 1)
-    mixed *= _signed(MIX_A)
-    mixed ^= (mixed >> 32) & (2**32 - 1)
-    mixed *= _signed(MIX_B)
-    mixed ^= (mixed >> 29) & (2**35 - 1)
-    return mixed
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word

@@ -85,33 +85,40 @@ def _unzigzag(numbers: NDArray[np.uint64], dtype: np.dtype[np.unsignedinteger]) 
 
 def _numbers_to_bytes(numbers: NDArray[np.uint64]) -> NDArray[np.uint8]:
     """Return numbers with 7 bits a byte; the highest bit says that more follow."""
-    sizes = np.ones(numbers.size, np.int64)
-    rest = numbers >> np.uint64(7)
-    while rest.any():
-        sizes += rest > 0
-        rest >>= np.uint64(7)
-    if numbers.size == 0 or sizes.max() == 1:
+    long = np.flatnonzero(numbers > 0x7F)
+    if not long.size:
         return numbers.astype(np.uint8)
-    ends = np.cumsum(sizes)
-    out = np.empty(ends[-1], np.uint8)
-    for place in range(int(sizes.max())):
-        longer = sizes > place
-        piece = (numbers[longer] >> np.uint64(7 * place)) & np.uint64(0x7F)
-        more = sizes[longer] > place + 1
-        out[(ends - sizes)[longer] + place] = piece.astype(np.uint8) | (more.astype(np.uint8) << 7)
+    # Most numbers have one byte: what longer ones need beside it is done for them alone.
+    more, rest = np.zeros(long.size, np.int64), numbers[long] >> np.uint64(7)
+    while rest.any():
+        more += rest > 0
+        rest >>= np.uint64(7)
+    sizes = np.ones(numbers.size, np.int64)
+    sizes[long] += more
+    out = np.repeat(numbers.astype(np.uint8), sizes)
+    starts = long + np.cumsum(more) - more
+    for place in range(int(more.max()) + 1):
+        has = more >= place
+        piece = (numbers[long[has]] >> np.uint64(7 * place)) & np.uint64(0x7F)
+        out[starts[has] + place] = piece.astype(np.uint8) | ((more[has] > place).astype(np.uint8) << 7)
     return out
 
 
 def _bytes_to_numbers(data: NDArray[np.uint8]) -> NDArray[np.uint64]:
-    last = data < 0x80
-    if last.all():
+    ends = np.flatnonzero(data < 0x80)
+    if ends.size == data.size:
         return data.astype(np.uint64)
-    ends = np.flatnonzero(last)
     if not ends.size or ends[-1] != data.size - 1:
         raise ValueError("its last number is cut off")
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    places = np.arange(data.size) - np.repeat(starts, ends - starts + 1)
-    if places.max() > 9:
+    more = np.diff(ends, prepend=-1) - 1
+    long = np.flatnonzero(more)
+    numbers, more, ends = data[ends].astype(np.uint64), more[long], ends[long]
+    if more.max() > 9:
         raise ValueError("a number has more than 64 bits")
-    pieces = (data & 0x7F).astype(np.uint64) << (places * 7).astype(np.uint64)
-    return np.add.reduceat(pieces, starts)
+    value = np.zeros(long.size, np.uint64)
+    for place in range(int(more.max()) + 1):
+        has = more >= place
+        piece = (data[ends[has] - more[has] + place] & 0x7F).astype(np.uint64)
+        value[has] |= piece << np.uint64(7 * place)
+    numbers[long] = value
+    return numbers

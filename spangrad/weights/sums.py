@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spangrad.errors import CheckpointError
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, TensorSums, sample_step
 
-CHUNK_WORDS = 2**17
+CHUNK_WORDS = 2**16
 """Words mixed at once, which fit a core's cache."""
 THREADS = min(8, os.cpu_count() or 1)
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -44,21 +44,37 @@ def tensor_sums(
     step = sample_step(words.size if whole is None else whole) if scope is ChecksumScope.SAMPLED else 1
     ahead = -first % step
     taken = words[ahead::step]
-    sums = list(_chunks(taken, partial(_chunk_sums, taken, own, dtype)))
+    sums = list(_spans(taken.size, partial(_span_sums, taken, own, dtype)))
     plain = sum(plain for plain, _ in sums)
     weighted = step * sum(weighted for _, weighted in sums) + (first + ahead) * plain
     return TensorSums(dtype, taken.size, plain & MASK, weighted & MASK)
 
 
-def _chunks(words: Words, sums: Callable[[int], tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the sums of each chunk; several threads sum a large tensor, since NumPy lets others run meanwhile."""
-    starts = range(0, words.size, CHUNK_WORDS)
+def replaced_sums(sums: TensorSums, numbers: NDArray[np.int64], before: Words, after: Words) -> TensorSums:
+    """Return the sums of a tensor, or of a part of one, after some of its words were replaced.
+
+    Args:
+        sums: of all its words before.
+        numbers: numbers of the replaced words in the tensor.
+        before: these words as they were, of the dtype of the sums.
+        after: as they are.
+    """
+    added = Mixer(after.size).mixed(after)
+    added -= Mixer(before.size).mixed(before)
+    plain, weighted = int(added.sum()), int(np.dot(added, numbers.astype(np.uint64)))
+    return TensorSums(sums.dtype, sums.words, (sums.plain + plain) & MASK, (sums.weighted + weighted) & MASK)
+
+
+def _spans(words: int, sums: Callable[[range], tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the sums of consecutive chunks; several threads sum a large tensor, since NumPy lets others run meanwhile."""
+    starts = range(0, words, CHUNK_WORDS)
     if len(starts) <= THREADS:
-        yield from map(sums, starts)
+        yield sums(starts)
         return
+    each = -(-len(starts) // THREADS)
     # Threads of this tensor alone: a process that forks must leave none behind.
     with ThreadPoolExecutor(THREADS, "sums of weights") as threads:
-        yield from threads.map(sums, starts)
+        yield from threads.map(sums, [starts[begin : begin + each] for begin in range(0, len(starts), each)])
 
 
 def cast_words(words: Words, own: str, dtype: str) -> Words:
@@ -77,7 +93,12 @@ def cast_words(words: Words, own: str, dtype: str) -> Words:
         return wide
     if dtype == "bfloat16":
         # Carries out of the upper half are cut off with it, so that 32 bits are enough.
-        return ((wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+        rounded = wide >> np.uint32(16)
+        rounded &= np.uint32(1)
+        rounded += wide
+        rounded += np.uint32(0x7FFF)
+        rounded >>= np.uint32(16)
+        return rounded.astype(np.uint16)
     with np.errstate(over="ignore", invalid="ignore"):
         return wide.view(np.float32).astype(np.float16).view(np.uint16)
 
@@ -90,9 +111,41 @@ def scaled_words(words: Words, dtype: str, factor: float) -> Words:
     return cast_words(product.view(np.uint32), "float32", dtype)
 
 
-def mix_words(words: NDArray[np.uint64]) -> int:
-    """Return the sum of the mixed words, mod 2^64."""
-    return int(_mixed(words).sum(dtype=np.uint64))
+class Mixer:
+    """Mixed words of one chunk at a time, in memory that is taken once: taking it for each chunk costs more than the mixing.
+
+    Belongs to one thread.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Take the memory for chunks of at most so many words."""
+        self._mixed = np.empty(most, np.uint64)
+        self._shifted = np.empty(most, np.uint64)
+
+    def mixed(self, words: Words) -> NDArray[np.uint64]:
+        """Return each word of 16 or 32 bits mixed (`spangrad.weights.checksums`), in the same shape; valid until the next chunk."""
+        mixed = self._mixed[: words.size].reshape(words.shape)
+        if words.itemsize == 2:
+            # No word is out of the table's range: clipping spares a check and a copy of the result.
+            return np.take(_table(), words, out=mixed, mode="clip")
+        mixed[...] = words
+        return _mix(mixed, self._shifted[: words.size].reshape(words.shape))
+
+
+@cache
+def _table() -> NDArray[np.uint64]:
+    """Return all words of 16 bits, mixed: looking a word up costs a third of mixing it."""
+    words = np.arange(2**16, dtype=np.uint64)
+    return _mix(words, np.empty_like(words))
+
+
+def _mix(words: NDArray[np.uint64], shifted: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Mix words in place."""
+    for factor, shift in ((MIX_A, 32), (MIX_B, 29)):
+        words *= np.uint64(factor)
+        np.right_shift(words, np.uint64(shift), out=shifted)
+        words ^= shifted
+    return words
 
 
 def _to_float32(words: Words, own: str) -> NDArray[np.uint32]:
@@ -105,21 +158,16 @@ def _to_float32(words: Words, own: str) -> NDArray[np.uint32]:
             return words.astype(np.uint32, copy=False)
 
 
-def _chunk_sums(words: Words, own: str, dtype: str, first: int) -> tuple[int, int]:
-    """Return the plain and the weighted sum of the chunk that begins with the word number `first`."""
-    mixed = _mixed(cast_words(words[first : first + CHUNK_WORDS], own, dtype))
-    plain = int(mixed.sum(dtype=np.uint64))
-    return plain, first * plain + int(np.dot(mixed, _numbers()[: mixed.size]))
-
-
-def _mixed(words: Words) -> NDArray[np.uint64]:
-    mixed = words.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        mixed *= np.uint64(MIX_A)
-        mixed ^= mixed >> np.uint64(32)
-        mixed *= np.uint64(MIX_B)
-        mixed ^= mixed >> np.uint64(29)
-    return mixed
+def _span_sums(words: Words, own: str, dtype: str, starts: range) -> tuple[int, int]:
+    """Return the plain and the weighted sum of the chunks that begin with these words."""
+    mixer = Mixer(min(CHUNK_WORDS, words.size))
+    plain = weighted = 0
+    for first in starts:
+        mixed = mixer.mixed(cast_words(words[first : first + CHUNK_WORDS], own, dtype))
+        total = int(mixed.sum())
+        plain += total
+        weighted += first * total + int(np.dot(mixed, _numbers()[: mixed.size]))
+    return plain, weighted
 
 
 @cache

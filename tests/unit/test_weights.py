@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from spangrad.errors import CheckpointError
 from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
 from spangrad.weights.shards import MASK, MIX_A, MIX_B
-from spangrad.weights.sums import mix_words
+from spangrad.weights.sums import tensor_sums
+
+KINDS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+"""Integers of the size of a word."""
 
 
 def write(directory: Path, name: str, dtype: str, arrays: dict[str, np.ndarray]) -> Path:
@@ -41,16 +44,35 @@ def reference(words: list[int]) -> int:
     return total
 
 
-@given(st.lists(st.integers(0, 2**32 - 1)))
-def test_mix_words_matches_reference(words: list[int]) -> None:
-    assert mix_words(np.array(words, dtype=np.uint64)) == reference(words)
+def plain(words: list[int], dtype: str) -> int:
+    return tensor_sums(np.array(words, KINDS[dtype]), dtype, dtype).plain
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@given(data=st.data())
+def test_plain_sum_matches_formula_of_docstring(dtype: str, data: st.DataObject) -> None:
+    words = data.draw(st.lists(st.integers(0, np.iinfo(KINDS[dtype]).max)))
+    assert plain(words, dtype) == reference(words)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1), st.integers(0, 3), st.randoms())
-def test_mix_words_ignores_order_and_zero_padding(words: list[int], padding: int, shuffler: object) -> None:
+def test_plain_sum_ignores_order_and_zero_padding(words: list[int], padding: int, shuffler: object) -> None:
     shuffled = [*words, *[0] * padding]
     shuffler.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert mix_words(np.array(shuffled, dtype=np.uint64)) == mix_words(np.array(words, dtype=np.uint64))
+    assert plain(shuffled, "float32") == plain(words, "float32")
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+@given(data=st.data())
+def test_mixed_words_of_torch_equal_those_of_numpy(kind: type[np.unsignedinteger], data: st.DataObject) -> None:
+    """A GPU mixes by PyTorch, a CPU by NumPy, also words that lie apart in memory."""
+    torch, module = pytest.importorskip("torch"), pytest.importorskip("gateway.vllm_plugin.mixing")
+    bits = 8 * np.dtype(kind).itemsize
+    words = np.array(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=12, max_size=12)), kind).reshape(3, 4)
+    tensor = torch.from_numpy(words.view(f"i{bits // 8}"))[:, ::2]
+    mixed = module.mixing(torch.empty(0, dtype=tensor.dtype), tensor.numel())(tensor)
+    assert mixed.tolist() == module.mixed_words(tensor, bits).tolist()
+    assert int(mixed.sum()) & MASK == reference(words[:, ::2].reshape(-1).tolist())
 
 
 def test_checksum_directory_of_fused_and_split_files_agrees_unlike_changed_bit(tmp_path: Path) -> None:

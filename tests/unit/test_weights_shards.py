@@ -25,7 +25,7 @@ from spangrad.weights.shards import (
     region_of,
     sample_step,
 )
-from spangrad.weights.sums import cast_words, mix_words, tensor_sums
+from spangrad.weights.sums import cast_words, tensor_sums
 
 Tensors = dict[str, np.ndarray]
 
@@ -78,7 +78,7 @@ def sums_of_box(tensor: np.ndarray, box: tuple[slice, ...], scope: ChecksumScope
     numbers = np.arange(tensor.size).reshape(tensor.shape)[box].reshape(-1)
     step = sample_step(tensor.size) if scope is ChecksumScope.SAMPLED else 1
     words = [(int(number), int(word)) for number, word in zip(numbers, tensor[box].reshape(-1), strict=True) if number % step == 0]
-    mixed = [(number, mix_words(np.array([word], dtype=np.uint64))) for number, word in words]
+    mixed = [(number, tensor_sums(np.array([word], np.uint32), "float32", "float32").plain) for number, word in words]
     return TensorSums("float32", len(words), sum(mix for _, mix in mixed) & MASK, sum(number * mix for number, mix in mixed) & MASK)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spangrad.errors import TrainerError
 from spangrad.weights.deltas import Positions, Words, encode_delta
 from spangrad.weights.shards import ChecksumScope, TensorSums
-from spangrad.weights.sums import WORD_BYTES, cast_words, tensor_sums
+from spangrad.weights.sums import WORD_BYTES, cast_words, replaced_sums, tensor_sums
 from trainer.publish.shared_file import FilePart
 
 _BLOCK_WORDS = 2**16
@@ -65,6 +65,8 @@ class _HeldPart:
     words: Words
     changes: _Changes | None = None
     """None: they are not known, or too many."""
+    known: TensorSums | None = None
+    """Sums of all words in the dtype that they have. None: they were not asked for, or too many have changed since."""
 
     @property
     def whole(self) -> int:
@@ -80,19 +82,29 @@ class _HeldPart:
             held = self.words[begin : begin + _BLOCK_WORDS]
             new = cast_words(own[begin : begin + _BLOCK_WORDS], "float32", dtype)
             if keep:
-                difference = new - held
-                changed = np.flatnonzero(difference)
+                changed = np.flatnonzero(new != held)
                 places.append(changed.astype(np.uint16))
-                differences.append(difference[changed])
+                differences.append(new[changed] - held[changed])
                 blocks.append(blocks[-1] + changed.size)
                 keep = blocks[-1] <= _MOST_CHANGED * self.words.size
             held[:] = new
-        self.changes = None
+        known, self.changes, self.known = self.known, None, None
         if keep:
             empty = self.words[:0]
             self.changes = _Changes(
                 np.array(blocks), np.concatenate([*places, empty.astype(np.uint16)]), np.concatenate([*differences, empty])
             )
+            if known:
+                positions, difference = self.changes.between(0, self.words.size)
+                after = self.words[positions]
+                self.known = replaced_sums(known, positions + self.first, after - difference, after)
+
+    def sums(self, own: str, dtype: str, scope: ChecksumScope) -> TensorSums:
+        """Return the sums of the words, which have the dtype `own`, as an engine holds them."""
+        if scope is not ChecksumScope.FULL or own != dtype:
+            return tensor_sums(self.words, own, dtype, scope, first=self.first, whole=self.whole)
+        self.known = self.known or tensor_sums(self.words, own, own, first=self.first)
+        return self.known
 
 
 class HeldParts:
@@ -141,7 +153,7 @@ class HeldParts:
         """Return the sums of the parts by tensor, as an engine holds them that keeps some tensors in one of `others`."""
         sums: dict[str, TensorSums] = {}
         for part in self._parts:
-            own = tensor_sums(part.words, self.dtype, others.get(part.name, self.dtype), scope, first=part.first, whole=part.whole)
+            own = part.sums(self.dtype, others.get(part.name, self.dtype), scope)
             sums[part.name] = sums[part.name] + own if part.name in sums else own
         return sums
 
@@ -197,7 +209,8 @@ def _row_by_row(positions: Positions, dimensions: Sequence[tuple[int, int]]) -> 
     """Return which words belong to a piece, and the number of each when its words are counted row by row."""
     inside, places = np.ones(positions.size, np.bool_), np.zeros_like(positions)
     for place, (size, stride) in enumerate(dimensions):
-        at, positions = np.divmod(positions, stride)
+        at = positions // stride  # NumPy divides by one number faster than `divmod` does
+        positions = positions - at * stride
         inside &= at < size
         places += at * _count(dimensions[place + 1 :])
     return inside & (positions == 0), places
