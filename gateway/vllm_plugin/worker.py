@@ -178,6 +178,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     row = max(1, placement.count // dimensions[0].size)
     rows = min(dimensions[0].size, max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row))
     mix = mixing(tensor, rows * row)
+    numbers = [torch.arange(each.size, device=tensor.device) for each in (Dimension(rows, 1, 1), *dimensions[1:])]
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
         mixed = mix(words[start : start + rows])
@@ -186,7 +187,7 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
         for axis, each in enumerate(dimensions):
             along = mixed.sum([other for other in range(mixed.ndim) if other != axis]) if mixed.ndim > 1 else mixed
             total = int(along.sum())
-            weighted += each.source * int((along * torch.arange(along.numel(), device=along.device)).sum())
+            weighted += each.source * int((along * numbers[axis][: along.numel()]).sum())
         plain += total
         weighted += total * (placement.source + start * dimensions[0].source)
     return placement.count, plain & MASK, weighted & MASK
