@@ -2,11 +2,12 @@
 
 Invariant: on either database a transaction begins by taking the only write lock, so that what it has read still holds when it writes; all
 statements of a reader see the rows of one moment; and what is committed is on disk (SQLite: WAL with synchronous=FULL; PostgreSQL: by
-default).
+default). A database is opened with the schema that made its tables, or not at all: rows of another release are never misread.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from spangrad.errors import SpangradError
 
@@ -52,16 +54,18 @@ class Owner:
     """End of a sentence: what still holds when the database fails."""
     lock: int
     """Key of the PostgreSQL advisory lock that each of its transactions holds: any number, the same for all processes."""
+    beginning: str
+    """Sentence that says how to begin with an empty database."""
 
 
 class Database:
     """A database with the tables of one owner."""
 
     def __init__(self, url: sa.URL, tables: sa.MetaData, owner: Owner) -> None:
-        """Open it, and create missing tables and columns.
+        """Open it, and create its tables where it has none.
 
         Raises:
-            SpangradError: the owner's: the database cannot be reached.
+            SpangradError: the owner's: the database cannot be reached, or has tables of another schema.
         """
         self.shown = url.render_as_string(hide_password=True)
         self.engine = sa.create_engine(url, pool_pre_ping=True)
@@ -75,9 +79,12 @@ class Database:
         # PostgreSQL by default shows each statement what was committed before that statement; SQLite shows a transaction one moment.
         snapshot = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
         self._reader = self.engine.execution_options(spangrad_reading=True, **snapshot)
-        with self.transaction() as transaction:
-            _add_columns(transaction, tables)
-            tables.create_all(transaction)
+        try:
+            with self.transaction() as transaction:
+                self._require_schema(transaction, tables)
+        except BaseException:
+            self.engine.dispose()
+            raise
 
     @contextmanager
     def transaction(self) -> Generator[sa.Connection]:
@@ -108,6 +115,21 @@ class Database:
     def close(self) -> None:
         """Close its connections."""
         self.engine.dispose()
+
+    def _require_schema(self, transaction: sa.Connection, tables: sa.MetaData) -> None:
+        """Create the tables and record their schema, or require that they were created with the same."""
+        # A table of the owner's own: two owners that share a database have no lock in common.
+        schema = sa.Table(f"schema_of_{self._owner.setting.replace('.', '_')}", sa.MetaData(), sa.Column("version", sa.String))
+        schema.create(transaction, checkfirst=True)
+        recorded, version = transaction.execute(sa.select(schema)).scalar(), _schema_version(tables)
+        if recorded is None and tables.tables.keys().isdisjoint(sa.inspect(transaction).get_table_names()):
+            tables.create_all(transaction)
+            transaction.execute(schema.insert().values(version=version))
+        elif recorded != version:
+            raise self._owner.error(
+                f"{self._owner.name} {self.shown} has tables of schema {recorded or 'unknown'}, and this spangrad's are of schema "
+                f"{version}. Use the release of spangrad that made them. {self._owner.beginning}"
+            )
 
     def _open(self, engine: sa.Engine) -> sa.Connection:
         """Return a connection with a transaction that has begun."""
@@ -153,18 +175,12 @@ def _ended(connection: sa.Connection) -> Generator[None]:
     connection.commit()
 
 
-def _add_columns(transaction: sa.Connection, tables: sa.MetaData) -> None:
-    """Add the columns that tables of an earlier release lack: columns that were added later may be NULL."""
-    inspector = sa.inspect(transaction)
-    existing = set(inspector.get_table_names())
-    quote = transaction.dialect.identifier_preparer.quote
-    for table in tables.sorted_tables:
-        if table.name in existing:
-            known = {column["name"] for column in inspector.get_columns(table.name)}
-            for column in table.columns:
-                if column.name not in known:
-                    kind = column.type.compile(transaction.dialect)
-                    transaction.exec_driver_sql(f"ALTER TABLE {quote(table.name)} ADD COLUMN {quote(column.name)} {kind}")
+def _schema_version(tables: sa.MetaData) -> str:
+    """Return a digest of the statements that create tables and indexes: the same for either database."""
+    statements = [CreateTable(table) for table in tables.tables.values()]
+    statements += [CreateIndex(index) for table in tables.tables.values() for index in table.indexes]
+    texts = sorted(str(statement.compile(dialect=sqlite.dialect())) for statement in statements)
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:12]
 
 
 def database_url(text: str, owner: Owner) -> sa.URL:

@@ -16,8 +16,8 @@ import sqlalchemy as sa
 
 from runner.process.wire import ROLLOUTS_MOST, TaskDemand, TaskDemandState
 from runner.queue.service import Service
-from runner.queue.tables import METADATA
-from runner.queue.task_data import TASKS, TaskData, TaskRow, task_of
+from runner.queue.tables import TASK_DEMANDS, TASKS
+from runner.queue.task_data import TaskData, TaskRow, task_of
 from runner.queue.wire import Enqueue, NewRollout
 from spangrad.errors import QueueError
 
@@ -27,21 +27,6 @@ QUEUED_MOST = 4096
 """Number of queued rollouts of a run from which on no more are enqueued for its stored tasks, until workers take some."""
 _LOOK_SECONDS = 1.0
 """Pause between two looks while a run has enough queued rollouts, and after a failure of the database, in seconds."""
-_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
-
-TASK_DEMANDS = sa.Table(
-    "task_demands",
-    METADATA,
-    sa.Column("run_id", sa.String, primary_key=True),
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("digest", sa.String, primary_key=True, comment="of the tasks that the name referred to"),
-    sa.Column("tasks", _BIG, nullable=False, comment="how many"),
-    sa.Column("demand", sa.Text, nullable=False, comment="JSON"),
-    sa.Column("groups", _BIG, nullable=False, comment="demanded in all"),
-    sa.Column("enqueued", _BIG, nullable=False, comment="groups that are enqueued"),
-    comment="groups of stored tasks that the server enqueues",
-    sqlite_with_rowid=False,
-)
 
 
 class TaskDemands:

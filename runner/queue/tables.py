@@ -148,13 +148,77 @@ ENDED = sa.Table(
     sa.Column("highest", _BIG, nullable=False, comment="number of an ending that may have been revoked; one row, or none so far"),
 )
 
+TASKS = sa.Table(
+    "tasks",
+    METADATA,
+    sa.Column("digest", sa.String, primary_key=True, comment="SHA-256 of all tasks that were uploaded together"),
+    sa.Column("place", _BIG, primary_key=True, autoincrement=False, comment="0, 1, ..."),
+    sa.Column("task_id", sa.String, nullable=False),
+    sa.Column("input", sa.Text, nullable=False, comment="JSON"),
+    sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
+    sa.Column("data_source", sa.String, comment="NULL: none is named"),
+)
+NAMED_TASKS = sa.Table(
+    "named_tasks",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("digest", sa.String, nullable=False),
+    sa.Column("tasks", _BIG, nullable=False, comment="how many"),
+)
+TASK_DEMANDS = sa.Table(
+    "task_demands",
+    METADATA,
+    sa.Column("run_id", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("digest", sa.String, primary_key=True, comment="of the tasks that the name referred to"),
+    sa.Column("tasks", _BIG, nullable=False, comment="how many"),
+    sa.Column("demand", sa.Text, nullable=False, comment="JSON"),
+    sa.Column("groups", _BIG, nullable=False, comment="demanded in all"),
+    sa.Column("enqueued", _BIG, nullable=False, comment="groups that are enqueued"),
+    comment="groups of stored tasks that the server enqueues",
+    sqlite_with_rowid=False,
+)
+PROMPT_VERSIONS = sa.Table(
+    "prompt_versions",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("checksum", sa.String, nullable=False, comment="SHA-256 of the text in UTF-8, in hex"),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False, comment="seconds since 1970: for people, never compared"),
+    sa.UniqueConstraint("name", "checksum"),
+)
+PROMPT_HEADS = sa.Table(
+    "prompt_heads",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("version", sa.Integer, nullable=False, comment="what is published"),
+)
+PROMPT_EDITS = sa.Table(
+    "prompt_edits",
+    METADATA,
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("search", sa.String, primary_key=True),
+    *[sa.Column(name, sa.Integer, primary_key=True, autoincrement=False) for name in ("round", "parent", "number")],
+    sa.Column("version", sa.Integer, comment="NULL: the model gave no prompt"),
+    sa.Column("critique", sa.Text, nullable=False),
+)
+
 SERVER = sa.Table(
     "server",
     METADATA,
     sa.Column("id", sa.String, nullable=False, comment="fencing token of the newest server; one row on PostgreSQL, none on SQLite"),
 )
 
-_OWNER = Owner("the queue's database", "queue.db", QueueError, "nothing that was acknowledged is lost.", lock=_SERVER_LOCK + 1)
+_OWNER = Owner(
+    "the queue's database",
+    "queue.db",
+    QueueError,
+    "nothing that was acknowledged is lost.",
+    lock=_SERVER_LOCK + 1,
+    beginning="Or begin an empty queue: name another database by queue.db.",
+)
 
 
 class ServedElsewhereError(QueueError):
@@ -165,13 +229,13 @@ class QueueDatabase(Database):
     """The queue's database, from which this process alone serves until it is closed."""
 
     def __init__(self, location: str) -> None:
-        """Open the database, and create missing tables.
+        """Open the database, and create its tables where it has none.
 
         Args:
             location: sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME; queue.db.
 
         Raises:
-            QueueError: there is no such database, or another server serves from it.
+            QueueError: there is no such database, it has tables of another schema, or another server serves from it.
         """
         url = database_url(location, _OWNER)
         self._file: IO[str] | None = None

@@ -11,33 +11,13 @@ import sqlalchemy as sa
 from msgspec import Meta, Raw
 
 from runner.queue.service import Service
-from runner.queue.tables import METADATA
+from runner.queue.tables import NAMED_TASKS, TASKS
 from runner.queue.wire import Name, OptionalName, Struct
 from spangrad.database import Database
 from spangrad.types import SandboxRung
 
-_BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Place = Annotated[int, Meta(ge=0, lt=2**53)]
-
-TASKS = sa.Table(
-    "tasks",
-    METADATA,
-    sa.Column("digest", sa.String, primary_key=True, comment="SHA-256 of all tasks that were uploaded together"),
-    sa.Column("place", _BIG, primary_key=True, autoincrement=False, comment="0, 1, ..."),
-    sa.Column("task_id", sa.String, nullable=False),
-    sa.Column("input", sa.Text, nullable=False, comment="JSON"),
-    sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
-    sa.Column("data_source", sa.String, comment="NULL: none is named"),
-)
-NAMED = sa.Table(
-    "named_tasks",
-    METADATA,
-    sa.Column("run_id", sa.String, primary_key=True),
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("digest", sa.String, nullable=False),
-    sa.Column("tasks", _BIG, nullable=False, comment="how many"),
-)
 
 
 class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -116,15 +96,15 @@ class TaskData:
         def write(transaction: sa.Connection) -> int:
             there = transaction.execute(sa.select(sa.func.count()).where(TASKS.c.digest == kept.digest)).scalar_one()
             if there == kept.tasks:
-                transaction.execute(sa.delete(NAMED).where(_named(run, name)))
-                transaction.execute(sa.insert(NAMED), [{"run_id": run, "name": name, "digest": kept.digest, "tasks": kept.tasks}])
+                transaction.execute(sa.delete(NAMED_TASKS).where(_named(run, name)))
+                transaction.execute(sa.insert(NAMED_TASKS), [{"run_id": run, "name": name, "digest": kept.digest, "tasks": kept.tasks}])
             return there
 
         return await self._writer.do(write)
 
     async def named(self, run: str, name: str) -> NamedTasks | None:
         """Return the tasks that a name of a run refers to. None: the run has no such name."""
-        ask = sa.select(NAMED.c.digest, NAMED.c.tasks).where(_named(run, name))
+        ask = sa.select(NAMED_TASKS.c.digest, NAMED_TASKS.c.tasks).where(_named(run, name))
         row = await self._read(lambda connection: connection.execute(ask).first())
         return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
 
@@ -136,4 +116,4 @@ def task_of(row: Any) -> TaskRow:
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:
-    return (NAMED.c.run_id == run) & (NAMED.c.name == name)
+    return (NAMED_TASKS.c.run_id == run) & (NAMED_TASKS.c.name == name)

@@ -38,7 +38,7 @@ class Story(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.database = Database(sa.make_url("sqlite://"), METADATA, Owner("it", "it", QueueError, "it.", 0))
+        self.database = Database(sa.make_url("sqlite://"), METADATA, Owner("it", "it", QueueError, "it.", 0, "It."))
         with self.database.transaction() as transaction:
             self.endings = Endings(transaction)
         self.count = 0

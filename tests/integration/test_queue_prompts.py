@@ -10,14 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-import sqlalchemy as sa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry import context
 
 import spangrad
 from runner.queue.prompts import rows as prompt_rows
-from runner.queue.tables import METADATA, QueueDatabase
+from runner.queue.tables import METADATA
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad import semconv
@@ -29,7 +28,7 @@ from spangrad.errors import PromptError
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 from tests.support.otlp import OtlpSink
-from tests.support.runners import AttemptGateway, new_rollouts, queue_settings, serving
+from tests.support.runners import AttemptGateway, queue_settings, serving
 
 
 def facts(prompt: Any) -> tuple[object, ...]:
@@ -108,7 +107,7 @@ async def test_prompt_route_with_baggage_pins_version(tmp_path: Path) -> None:
 def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str, bool]]) -> None:
     from spangrad.database import Owner, database_url
 
-    owner = Owner("the test's database", "none", PromptError, "nothing is lost.", lock=1)
+    owner = Owner("the test's database", "none", PromptError, "nothing is lost.", lock=1, beginning="None.")
     database = Database(database_url("sqlite://", owner), METADATA, owner)
     texts: dict[str, list[str]] = {"a": [], "b": []}
     heads: dict[str, str] = {}
@@ -126,21 +125,6 @@ def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str,
             published = prompt_rows.get(connection, name, None)
             assert (published.text if published else None) == heads.get(name)
     database.close()
-
-
-async def test_queue_database_of_earlier_release_gets_missing_columns(queue_db: str) -> None:
-    chosen = queue_settings(queue_db)
-    async with serving(chosen) as (client, _):
-        await client.enqueue("run", new_rollouts(1))
-    database = QueueDatabase(queue_db)
-    with database.transaction() as transaction:
-        for column in ("prompt_name", "prompt_version", "least_sandbox"):
-            transaction.execute(sa.text(f"ALTER TABLE rollouts DROP COLUMN {column}"))
-    database.close()
-    async with serving(chosen) as (client, _):
-        await client.enqueue("run", [new_rollouts(1, "new", prompt=PromptVersion("greeting", 3))[0]])
-        assert [lease.prompt for lease in await client.lease("run", "me", 2)] == [None, PromptVersion("greeting", 3)]
-        assert (await client.rollout("new0")).prompt == PromptVersion("greeting", 3)
 
 
 async def test_prompt_within_attempt_has_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

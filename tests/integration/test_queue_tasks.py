@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from runner.queue.task_data import TASKS
+from runner.queue.tables import TASKS
 from spangrad.client import task_store
 from spangrad.client.queue_http import QueueHttp
 from spangrad.client.task_store import StoredTasks, TaskStore, digest_of

@@ -25,7 +25,15 @@ T = TypeVar("T")
 FILE = "ledger.db"
 _CHANGED = "spangrad_changed"
 """Key of the changed tables in a connection's `info`."""
-_OWNER = Owner("the ledger", "trainer.ledger_url", LedgerError, "nothing is lost, and nothing is trained twice.", lock=0x7370616E)
+_OWNER = Owner(
+    "the ledger",
+    "trainer.ledger_url",
+    LedgerError,
+    "nothing is lost, and nothing is trained twice.",
+    lock=0x7370616E,
+    beginning="Or begin a new ledger with the newest weights as trainer.model: name another trainer.directory, and trainer.ledger_url if "
+    "that is set.",
+)
 
 METADATA = sa.MetaData()
 BRANCH = ("policy", "branch")
@@ -198,13 +206,13 @@ class LedgerDatabase(AnyDatabase):
     """Database of the ledger, with its tables."""
 
     def __init__(self, location: Path | str) -> None:
-        """Open it, and make the tables that are missing.
+        """Open it, and create its tables where it has none.
 
         Args:
             location: the directory of SQLite's file, which is made; or a URL, sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME.
 
         Raises:
-            LedgerError: the URL is of no supported database, or no server answers there.
+            LedgerError: the URL is of no supported database, no server answers there, or it has tables of another schema.
         """
         super().__init__(_url(location), METADATA, _OWNER)
         self._remembered: dict[Hashable, tuple[Hashable, Any]] = {}

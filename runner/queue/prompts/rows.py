@@ -14,7 +14,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Meta
 
-from runner.queue.tables import METADATA
+from runner.queue.tables import PROMPT_EDITS, PROMPT_HEADS, PROMPT_VERSIONS
 from runner.queue.wire import NO_NULL, Struct
 from spangrad.agent.prompt_store import TEXT_MOST
 from spangrad.database import Database
@@ -23,32 +23,6 @@ Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
 PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 """Name of a prompt; part of URLs, of baggage and of environment variables."""
 _Step = Annotated[int, Meta(ge=0, lt=2**31)]
-
-VERSIONS = sa.Table(
-    "prompt_versions",
-    METADATA,
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("checksum", sa.String, nullable=False, comment="SHA-256 of the text in UTF-8, in hex"),
-    sa.Column("text", sa.Text, nullable=False),
-    sa.Column("created_at", sa.Float, nullable=False, comment="seconds since 1970: for people, never compared"),
-    sa.UniqueConstraint("name", "checksum"),
-)
-HEADS = sa.Table(
-    "prompt_heads",
-    METADATA,
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("version", sa.Integer, nullable=False, comment="what is published"),
-)
-EDITS = sa.Table(
-    "prompt_edits",
-    METADATA,
-    sa.Column("name", sa.String, primary_key=True),
-    sa.Column("search", sa.String, primary_key=True),
-    *[sa.Column(name, sa.Integer, primary_key=True, autoincrement=False) for name in ("round", "parent", "number")],
-    sa.Column("version", sa.Integer, comment="NULL: the model gave no prompt"),
-    sa.Column("critique", sa.Text, nullable=False),
-)
 
 
 class SearchStep(Struct, frozen=True, kw_only=True):
@@ -121,62 +95,68 @@ def put(transaction: sa.Connection, database: Database, name: str, request_body:
     edit_key = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
     if edit_key is not None:
         recorded = transaction.execute(
-            sa.select(EDITS.c.version).where(*[EDITS.c[key] == value for key, value in edit_key.items()])
+            sa.select(PROMPT_EDITS.c.version).where(*[PROMPT_EDITS.c[key] == value for key, value in edit_key.items()])
         ).first()
         if recorded is not None:
             return PromptPut(name=name, version=recorded.version, new=False)
     version, new = _keep(transaction, name, request_body.text) if request_body.text is not None else (None, False)
     if edit_key is not None and step is not None:
-        transaction.execute(EDITS.insert().values(**edit_key, version=version, critique=step.critique))
+        transaction.execute(PROMPT_EDITS.insert().values(**edit_key, version=version, critique=step.critique))
     if request_body.publish and version is not None:
-        database.insert_new(transaction, HEADS, [{"name": name, "version": version}])
-        transaction.execute(HEADS.update().where(HEADS.c.name == name).values(version=version))
+        database.insert_new(transaction, PROMPT_HEADS, [{"name": name, "version": version}])
+        transaction.execute(PROMPT_HEADS.update().where(PROMPT_HEADS.c.name == name).values(version=version))
     return PromptPut(name=name, version=version, new=new)
 
 
 def _keep(transaction: sa.Connection, name: str, text: str) -> tuple[int, bool]:
-    of_prompt, checksum = VERSIONS.c.name == name, hashlib.sha256(text.encode()).hexdigest()
-    same = transaction.execute(sa.select(VERSIONS.c.version).where(of_prompt, VERSIONS.c.checksum == checksum)).scalar()
+    of_prompt, checksum = PROMPT_VERSIONS.c.name == name, hashlib.sha256(text.encode()).hexdigest()
+    same = transaction.execute(sa.select(PROMPT_VERSIONS.c.version).where(of_prompt, PROMPT_VERSIONS.c.checksum == checksum)).scalar()
     if same is not None:
         return same, False
-    version = (transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(of_prompt)).scalar() or 0) + 1
+    version = (transaction.execute(sa.select(sa.func.max(PROMPT_VERSIONS.c.version)).where(of_prompt)).scalar() or 0) + 1
     values = {"name": name, "version": version, "checksum": checksum, "text": text, "created_at": time.time()}
-    transaction.execute(VERSIONS.insert().values(values))
+    transaction.execute(PROMPT_VERSIONS.insert().values(values))
     return version, True
 
 
 def get(connection: sa.Connection, name: str, version: int | None) -> PromptRow | None:
     """Return a version, or None if there is none; `version` None: the published one."""
-    query = _SHOWN.where(VERSIONS.c.name == name)
-    row = connection.execute(query.where(VERSIONS.c.version == (HEADS.c.version if version is None else version))).first()
+    query = _SHOWN.where(PROMPT_VERSIONS.c.name == name)
+    row = connection.execute(query.where(PROMPT_VERSIONS.c.version == (PROMPT_HEADS.c.version if version is None else version))).first()
     return _prompt(row) if row else None
 
 
 def versions(connection: sa.Connection, name: str) -> Prompts:
     """Return every version of a prompt, oldest first."""
-    rows = connection.execute(_SHOWN.where(VERSIONS.c.name == name).order_by(VERSIONS.c.version))
+    rows = connection.execute(_SHOWN.where(PROMPT_VERSIONS.c.name == name).order_by(PROMPT_VERSIONS.c.version))
     return Prompts(prompts=[_prompt(row) for row in rows])
 
 
 def newest(connection: sa.Connection) -> Prompts:
     """Return each prompt in its published version, or in its newest if none is published."""
-    last = sa.select(VERSIONS.c.name, sa.func.max(VERSIONS.c.version).label("version")).group_by(VERSIONS.c.name).subquery()
-    chosen = sa.func.coalesce(HEADS.c.version, last.c.version)
+    last = (
+        sa.select(PROMPT_VERSIONS.c.name, sa.func.max(PROMPT_VERSIONS.c.version).label("version"))
+        .group_by(PROMPT_VERSIONS.c.name)
+        .subquery()
+    )
+    chosen = sa.func.coalesce(PROMPT_HEADS.c.version, last.c.version)
     rows = connection.execute(
-        _SHOWN.join(last, last.c.name == VERSIONS.c.name).where(VERSIONS.c.version == chosen).order_by(VERSIONS.c.name)
+        _SHOWN.join(last, last.c.name == PROMPT_VERSIONS.c.name).where(PROMPT_VERSIONS.c.version == chosen).order_by(PROMPT_VERSIONS.c.name)
     )
     return Prompts(prompts=[_prompt(row) for row in rows])
 
 
 def edits(connection: sa.Connection, name: str, search: str | None) -> Edits:
     """Return the edits of a prompt by one search, or by all searches."""
-    columns = [EDITS.c[key] for key in ("search", "round", "parent", "number")]
-    query = sa.select(EDITS).where(EDITS.c.name == name).order_by(*columns)
-    rows = connection.execute(query if search is None else query.where(EDITS.c.search == search)).mappings()
+    columns = [PROMPT_EDITS.c[key] for key in ("search", "round", "parent", "number")]
+    query = sa.select(PROMPT_EDITS).where(PROMPT_EDITS.c.name == name).order_by(*columns)
+    rows = connection.execute(query if search is None else query.where(PROMPT_EDITS.c.search == search)).mappings()
     return Edits(edits=[msgspec.convert({str(key): value for key, value in row.items() if key != "name"}, StoredEdit) for row in rows])
 
 
-_SHOWN = sa.select(VERSIONS, HEADS.c.version.label("head")).select_from(VERSIONS.outerjoin(HEADS, HEADS.c.name == VERSIONS.c.name))
+_SHOWN = sa.select(PROMPT_VERSIONS, PROMPT_HEADS.c.version.label("head")).select_from(
+    PROMPT_VERSIONS.outerjoin(PROMPT_HEADS, PROMPT_HEADS.c.name == PROMPT_VERSIONS.c.name)
+)
 
 
 def _prompt(row: sa.Row[Any]) -> PromptRow:
