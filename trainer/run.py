@@ -7,6 +7,7 @@ whatever ends the run, all parts are closed.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 
 from spangrad.selection import expression
 from spangrad.settings import Settings
@@ -17,7 +18,7 @@ from trainer.credit.learning import check
 from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import newest_version, open_ledger, orphan_after_crash, prepare, require_beginning
+from trainer.ledger.recovery import newest_version, open_ledger, prepare, require_beginning, running_trainer
 from trainer.ledger.store_retries import retry_transactions, retrying_client
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
@@ -65,10 +66,10 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     client = retrying_client(store, settings.store.url, outage, shutdown)
     ledger = open_ledger(settings)
     retry_transactions(ledger, Outage("the ledger's database"), shutdown)
-    watchers, trainer = Watchers([]), None
+    watchers, trainer, running = Watchers([]), None, ExitStack()
     try:
         prepare(ledger, settings)
-        newest = orphan_after_crash(ledger, settings)
+        newest = running.enter_context(running_trainer(ledger, settings))
 
         from trainer.credit.estimators import estimator
         from trainer.optim.optimizer import VerlOptimizer
@@ -117,6 +118,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     finally:
         if trainer:
             trainer.close()
+        running.close()
         ledger.close()
         watchers.close()
         store.close()

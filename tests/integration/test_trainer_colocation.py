@@ -29,7 +29,7 @@ from tests.support.trainers import FakeMirror, FakeOptimizer, FakeSource, begun,
 from trainer import colocation
 from trainer.credit.learning import check
 from trainer.data.batch import Batch
-from trainer.ledger.recovery import newest_version, open_ledger, orphan_after_crash, prepare
+from trainer.ledger.recovery import newest_version, open_ledger, prepare, running_trainer
 from trainer.loop import Trainer
 from trainer.publish.publisher import Publisher
 from trainer.restoring import restore
@@ -72,7 +72,8 @@ def colocated(url: str, engines: Sequence[str], directory: Path, groups: int) ->
     chosen = chosen.model_copy(update={"gateway": GatewaySettings(url=url)})
     ledger, source = open_ledger(chosen), FakeSource([f"g{number:02}" for number in range(groups)])
     prepare(ledger, chosen)
-    tokenizer = orphan_after_crash(ledger, chosen).tokenizer_hash
+    with running_trainer(ledger, chosen) as newest:
+        tokenizer = newest.tokenizer_hash
     source.changes = {name: {"TokenizerHash": tokenizer} for name in source.names}
     optimizer = DeviceOptimizer(engines)
     restore(newest_version(ledger), ledger, source, chosen.trainer, normalise, lambda _: optimizer)  # type: ignore[arg-type, return-value]

@@ -29,7 +29,7 @@ from trainer.data.batch import Batch, TokenValues
 from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.mirror import Mirror
-from trainer.ledger.recovery import newest_version, open_ledger, orphan_after_crash, prepare
+from trainer.ledger.recovery import newest_version, open_ledger, prepare, running_trainer
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
@@ -219,7 +219,8 @@ def wired(chosen: Settings, source: FakeSource, optimizer: FakeOptimizer | None 
     """A trainer whose store and gateway are fakes, begun."""
     ledger = open_ledger(chosen)
     prepare(ledger, chosen)
-    tokenizer = orphan_after_crash(ledger, chosen).tokenizer_hash
+    with running_trainer(ledger, chosen) as newest:
+        tokenizer = newest.tokenizer_hash
     source.changes = {name: {"TokenizerHash": tokenizer, **source.changes.get(name, {})} for name in source.names}
     served = chosen.trainer.directory / "served.json"
     if not served.exists():

@@ -15,7 +15,7 @@ from tests.support.trainers import FakeOptimizer, FakeSource, committed, group, 
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Loaded
 from trainer.ledger.optimizer_state import StateSchedule, steps_since_state
-from trainer.ledger.recovery import prune
+from trainer.ledger.recovery import prune, running_trainer
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
 from trainer.restoring import restore
@@ -144,6 +144,13 @@ def test_trainer_after_crash_replays_pinned_versions(tmp_path: Path, base: Path)
     dead = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
     dead.ledger.pin(3)
     assert again(dead).loaded.version == 3
+
+
+def test_trainer_beside_running_one_orphans_none_of_its_versions(tmp_path: Path, base: Path) -> None:
+    trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
+    with running_trainer(trainer.ledger, settings(base, tmp_path / "policies", checkpoint__every=2)):
+        assert again(trainer).loaded.version == 3, "its optimizer's state may be in the memory of the one that runs"
+    assert again(trainer).loaded.version == 2, "no trainer runs"
 
 
 def test_ledger_orphan_of_moved_head_changes_nothing(tmp_path: Path, base: Path) -> None:

@@ -6,11 +6,15 @@ files of versions that are not committed are removed, at any time.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
+from typing import IO
 
-from spangrad.errors import LedgerError, SettingsError
+from spangrad.errors import CheckpointError, LedgerError, SettingsError
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
@@ -83,10 +87,43 @@ def existing_ledger(settings: Settings) -> Ledger | None:
     return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
 
 
-def orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
+@contextmanager
+def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersion]:
+    """Yield the head from which a trainer of the branch goes on, after trainer.checkpoint.after_crash; it counts as running in the block.
+
+    Raises:
+        CheckpointError: the directory of the branch's versions cannot be written.
+    """
+    trainer = settings.trainer
+    versions = checkpoint.branch_directory(trainer.directory, trainer.policy, trainer.branch)
+    path = versions.with_name(f".{versions.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}). Name a trainer.directory that can.") from None
+    with file:
+        # Trainers of a branch share their versions' directory, also those on other machines, and the system ends the lock of one that dies.
+        alone = _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        newest = _orphan_after_crash(ledger, settings) if alone else newest_version(ledger)
+        _locked(file, fcntl.LOCK_SH)
+        yield newest
+
+
+def _locked(file: IO[str], kind: int) -> bool:
+    """Lock a file, and return whether that was possible; some file systems of networks have no locks."""
+    try:
+        fcntl.flock(file, kind)
+    except OSError:
+        return False
+    return True
+
+
+def _orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
     """Orphan the versions since the last optimizer state that was written, where trainer.checkpoint.after_crash says so; return the head.
 
-    Their rollouts are free again. Versions are kept, and replayed, where one of them is pinned or another step is under way.
+    Their rollouts are free again. Versions are kept, and replayed, where one of them is pinned or another step is under way. The caller
+    ensures that no trainer runs that may have their optimizer state in memory.
     """
     newest, trainer = newest_version(ledger), settings.trainer
     base, lost = steps_since_state(ledger, newest)
