@@ -7,7 +7,7 @@ nor returned to.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,8 +78,8 @@ def opened_version(key: VersionKey, settings: Settings) -> Generator[tuple[Overv
 
 def publish(key: VersionKey, settings: Settings) -> str:
     """Make the gateway serve a version."""
-    with opened_version(key, settings) as (_, version, _ledger):
-        return _served(_verified(version), settings)
+    with opened_version(key, settings) as (_, version, ledger), _kept(version, ledger):
+        return _served(version, settings)
 
 
 def roll_back(key: VersionKey, settings: Settings) -> Iterator[str]:
@@ -88,22 +88,20 @@ def roll_back(key: VersionKey, settings: Settings) -> Iterator[str]:
     Yields:
         A sentence on each part, once it is done.
     """
-    with opened_version(key, settings) as (_, version, ledger):
-        _verified(version)
+    with opened_version(key, settings) as (_, version, ledger), _kept(version, ledger):
         holder = ledger.holder()
         rolled_back = ledger.rollback(version.version)
-    if holder:
-        yield f"the running step ({holder}) is cancelled"
-    yield f"branch {rolled_back.branch} of {key.policy} is at version {rolled_back.version}: the next step trains it"
-    if settings.trainer.weight_sync.publish:
-        yield _served(rolled_back, settings)
+        if holder:
+            yield f"the running step ({holder}) is cancelled"
+        yield f"branch {rolled_back.branch} of {key.policy} is at version {rolled_back.version}: the next step trains it"
+        if settings.trainer.weight_sync.publish:
+            yield _served(rolled_back, settings)
 
 
 def pin(key: VersionKey, settings: Settings) -> str:
     """Keep a version's checkpoint."""
     with opened_version(key, settings) as (_, version, ledger):
-        _verified(version)
-        ledger.pin(version.version)
+        _kept(version, ledger).pop_all()
     return f"{key} is pinned: {version.policy_version.path} stays"
 
 
@@ -119,8 +117,8 @@ def status_text(version: LedgerVersion) -> str:
     return version.status.value if version.status else "under way"
 
 
-def _verified(version: LedgerVersion) -> LedgerVersion:
-    """Return the version if its weights can be loaded.
+def _kept(version: LedgerVersion, ledger: Ledger) -> ExitStack:
+    """Pin a version if its weights can be loaded; return what unpins it, unless it was pinned before.
 
     Raises:
         LedgerError: the version was never committed.
@@ -130,8 +128,12 @@ def _verified(version: LedgerVersion) -> LedgerVersion:
 
     if version.status is not VersionStatus.COMMITTED:
         raise LedgerError(f"version {version.version} of {version.policy_version.policy} is {status_text(version)}: it has no weights.")
-    checkpoint.verify(Path(version.policy_version.path), version.policy_version.checksum)
-    return version
+    with ExitStack() as unpinning:
+        if version.version not in ledger.pinned():
+            ledger.pin(version.version)  # first: a trainer that makes room may remove what was only verified
+            unpinning.callback(ledger.unpin, version.version)
+        checkpoint.verify(Path(version.policy_version.path), version.policy_version.checksum)
+        return unpinning.pop_all()
 
 
 def _served(version: LedgerVersion, settings: Settings) -> str:

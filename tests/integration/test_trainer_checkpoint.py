@@ -135,5 +135,5 @@ def test_checkpoint_verify_other_weights_of_same_size_raises(tmp_path: Path, bas
 def test_checkpoint_prune_removes_old_versions(tmp_path: Path, base: Path):
     for version in (1, 3, 5):
         write(tmp_path / "policies", base, version)
-    checkpoint.prune(tmp_path / "policies", "org/policy", "main", [0, 3])
+    checkpoint.delete(checkpoint.prune(tmp_path / "policies", "org/policy", "main", [0, 3]))
     assert visible(tmp_path / "policies") == ["org%2Fpolicy/main/v1", "org%2Fpolicy/main/v5"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from tests.support.admin_gateway import AdminGateway
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.recovery import prune
 from trainer.loop import Trainer, newest_version
+from trainer.publish import checkpoint
 
 
 @pytest.fixture
@@ -168,6 +172,43 @@ def test_prune_keeps_pinned_versions_and_heads(ask, trainer: Trainer) -> None:
         with pytest.raises(CheckpointError, match="is missing"):
             ask(*words)
     assert newest_version(trainer.ledger).version == 3, "nothing was moved"
+
+
+@pytest.mark.parametrize(
+    ("words", "pinned"), [(("pin", "policy@1"), {1}), (("rollback", "policy@1", "--no-publish"), set()), (("publish", "policy@1"), set())]
+)
+def test_policy_command_keeps_files_that_it_has_verified(
+    ask, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], pinned: set[int]
+) -> None:
+    verify, newest_alone = (
+        checkpoint.verify,
+        settings(trainer.settings.trainer.model, trainer.settings.trainer.directory, checkpoint__keep=1),
+    )  # type: ignore[arg-type]
+
+    def verified_before_prune(directory: Path, checksum: str) -> None:
+        verify(directory, checksum)
+        prune(trainer.ledger, newest_alone)
+
+    monkeypatch.setattr(checkpoint, "verify", verified_before_prune)
+    ask(*words)
+    assert path(trainer, 1).is_dir(), "whose files the command, and the gateway, are about to use"
+    assert trainer.ledger.pinned() == pinned
+
+
+def test_prune_chooses_and_renames_versions_in_one_transaction(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = checkpoint.prune
+
+    def beside_pin(*arguments: Any) -> list[Path]:
+        aside = rename(*arguments)
+        file = trainer.settings.trainer.directory / "ledger.db"
+        with closing(sqlite3.connect(file, timeout=0)) as other, pytest.raises(sqlite3.OperationalError, match="locked"):
+            other.execute("BEGIN IMMEDIATE")  # as a pin, a rollback and a commit begin
+        return aside
+
+    monkeypatch.setattr(checkpoint, "prune", beside_pin)
+    prune(trainer.ledger, settings(trainer.settings.trainer.model, trainer.settings.trainer.directory, checkpoint__keep=1))  # type: ignore[arg-type]
+    assert [version for version in (1, 2) if path(trainer, version).is_dir()] == [2]
+    assert sorted(found.name for found in path(trainer, 2).parent.iterdir()) == ["v2"], "what was set aside is deleted"
 
 
 def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: AdminGateway) -> None:

@@ -77,8 +77,8 @@ def file_batch_of(database: LedgerDatabase, batch_id: str | None) -> FileBatch |
     """Return the files that a batch is made of. None: it is made of rollouts, or there is no such batch."""
     if batch_id is None:
         return None
-    with database.transaction() as transaction:
-        row = transaction.execute(sa.select(FILE_BATCHES).where(FILE_BATCHES.c.batch_id == batch_id)).first()
+    with database.reading() as connection:
+        row = connection.execute(sa.select(FILE_BATCHES).where(FILE_BATCHES.c.batch_id == batch_id)).first()
         return _file_batch(row) if row else None
 
 

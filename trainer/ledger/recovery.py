@@ -174,14 +174,17 @@ def prune(ledger: Ledger, settings: Settings) -> None:
 
 
 def _prune(ledger: Ledger, settings: Settings) -> None:
-    trainer, head = settings.trainer, ledger.frontier()
-    versions = [version for version in versions_with_weights(ledger, trainer) if version.status is VersionStatus.COMMITTED]
-    newest = ledger.committed_versions()[-max(trainer.checkpoint.keep, 1) :]
-    named = {version.version for version in (head, best(versions, trainer)) if version}
-    kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
-    bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
-    old = [version.version for version in versions if version.version not in kept | bases]
-    checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
+    trainer = settings.trainer
+    with ledger.database.transaction():  # no pin, rollback or commit comes between the choice of versions and their renaming
+        head = ledger.frontier()
+        versions = [version for version in versions_with_weights(ledger, trainer) if version.status is VersionStatus.COMMITTED]
+        newest = ledger.committed_versions()[-max(trainer.checkpoint.keep, 1) :]
+        named = {version.version for version in (head, best(versions, trainer)) if version}
+        kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
+        bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
+        old = [version.version for version in versions if version.version not in kept | bases]
+        aside = checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
+    checkpoint.delete(aside)
 
 
 def newest_version(ledger: Ledger) -> LedgerVersion:

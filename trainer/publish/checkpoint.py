@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -187,21 +187,33 @@ def add_state(path: Path, write: Save) -> None:
 
 def remove(directory: Path, policy: str, branch: str, version: int) -> None:
     """Remove a version, if it is there."""
-    path = version_directory(directory, policy, branch, version)
-    removed = path.with_name(f"{_TEMPORARY}{path.name}")
-    shutil.rmtree(removed, ignore_errors=True)
-    with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
-        # Under its final name, a half-removed directory would look complete.
-        path.rename(removed)
-        shutil.rmtree(removed)
+    delete(_set_aside([version_directory(directory, policy, branch, version)]))
 
 
-def prune(directory: Path, policy: str, branch: str, old: Collection[int]) -> None:
-    """Remove versions, but base models of adapters below the same directory."""
+def _set_aside(paths: Iterable[Path]) -> list[Path]:
+    """Rename versions, and return the new paths: under its final name, a half-removed directory would look complete."""
+    aside = list[Path]()
+    for path in paths:
+        removed = path.with_name(f"{_TEMPORARY}{path.name}")
+        shutil.rmtree(removed, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
+            path.rename(removed)
+            aside.append(removed)
+    return aside
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Delete directories that are set aside, unless `sweep` was faster."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path)
+
+
+def prune(directory: Path, policy: str, branch: str, old: Collection[int]) -> list[Path]:
+    """Set versions aside, but base models of adapters below the same directory; return the directories, for `delete`."""
     adapted = _adapted(directory) if old else ()
-    for version in old:
-        if version_directory(directory, policy, branch, version) not in adapted:
-            remove(directory, policy, branch, version)
+    paths = [version_directory(directory, policy, branch, version) for version in old]
+    return _set_aside(path for path in paths if path not in adapted)
 
 
 def _adapted(directory: Path) -> set[Path]:
