@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import event
@@ -207,3 +207,24 @@ def statements_of_catching_up(directory: Path, steps: int) -> list[int]:
     trainer.close()
     trainer.ledger.close()
     return counts
+
+
+def test_mirror_row_written_before_newer_one_is_written_again(tmp_path: Path) -> None:
+    trainer = trainer_after(2, tmp_path / "2", 0)
+    rows: list[list[Any]] = []
+
+    class Store:
+        """Store into which another process writes a version's newer row while this one's first row is on its way."""
+
+        def insert(self, table: str, values: list[list[Any]], column_names: Sequence[str]) -> None:
+            if table.endswith("policy_versions"):
+                if not rows:
+                    trainer.ledger.add_metrics(2, {"validate_return": float("nan")})
+                    rows.extend([["the newer row"]])
+                rows.extend(values)
+
+    mirror = Mirror(cast("Any", Store()), "http://store", trainer.ledger)
+    mirror.write(trainer.ledger.version(2))
+    assert ["validate_return" in row[-1] for row in rows[1:]] == [False, True]
+    trainer.close()
+    trainer.ledger.close()

@@ -85,7 +85,10 @@ class Mirror:
         return len(outdated)
 
     def write(self, version: LedgerVersion) -> None:
-        """Write a version and, when it is committed, its batch; the batch first, so that a version's row implies its batch."""
+        """Write a version and, when it is committed, its batch; the batch first, so that a version's row implies its batch.
+
+        A version that has changed meanwhile is written again: another process may have written the newer row before this one.
+        """
         if version.status is VersionStatus.COMMITTED and version.policy_version.batch_id:
             batch_id = version.policy_version.batch_id
             if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
@@ -96,7 +99,10 @@ class Mirror:
                 self._insert_of_batch("trained_tokens", _TOKEN_COLUMNS, version, tokens)
             if file_batch := file_batch_of(self._ledger.database, batch_id):
                 self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
-        self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
+        written = None
+        while repr(version) != written:  # a text: a metric may be NaN, which equals nothing
+            self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
+            written, version = repr(version), self._ledger.version(version.version)
 
     def _batch_rows(self, version: LedgerVersion, batch_id: str) -> list[list[object]]:
         names = [version.policy_version.policy, version.branch, batch_id, version.version]
