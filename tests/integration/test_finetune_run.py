@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
+from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from tests.support.policies import trainer_settings
 from tests.support.processes import left_by_crashes, survives
 from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_policy, write_rows
@@ -308,6 +310,16 @@ def test_finetune_excludes_rollouts_trained_by_rl_and_reverse(tmp_path: Path, ba
     assert (done.plan.examples.left_out, len(done.plan.examples.trained)) == ({"trained_before": 1}, 2)
     elsewhere = settings(base, tmp_path / "policies", epochs=1, trainer={"branch": "other"})
     assert len(finetuned(elsewhere, file).plan.examples.trained) == 4, "each branch for itself"
+
+
+def test_finetune_trains_rows_of_another_step_that_is_undone(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
+    chosen = settings(base, tmp_path / "policies")
+    ledger_of(chosen).register_initial(checksum=checksum_directory(base), path=str(base), tokenizer_hash=tokenizer_hash(base), run_id="run")
+    other = Ledger(chosen.trainer.directory, chosen.trainer.policy, chosen.trainer.branch, holder="another 1 1 1")
+    assert other.begin([BatchRollout(Group("run", "train", "spec", "g3"), "r3", 0, 0)])
+    monkeypatch.setattr(training, "time", SimpleNamespace(sleep=lambda _: other.recover()))
+    finetuned(chosen, file)
+    assert weight_of(chosen) == WHOLE
 
 
 def test_finetune_branch_moved_meanwhile_raises(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout
 from trainer.ledger import batch_rollouts
-from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, FILE_BATCHES, VERSIONS, LedgerDatabase, LedgerVersion
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, FILE_BATCHES, LEASES, VERSIONS, LedgerDatabase, LedgerVersion
 
 Attempt = tuple[str, str, int]
 """Run id, rollout id and attempt."""
@@ -110,7 +110,10 @@ def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineag
 
 
 def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: FileBatch | None) -> set[Attempt]:
-    """Return every rollout's attempt that a branch has trained, or is training, in batches of rollouts or of files.
+    """Return every rollout's attempt that a branch has trained, in batches of rollouts or of files.
+
+    What a step under way trains does not count: it may be undone. Once it is committed, the branch has another head, from which a run over
+    files is planned anew.
 
     Args:
         database: the ledger's.
@@ -120,10 +123,11 @@ def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: 
             that began again after a rollback has other examples: what it had trained before counts. None: all count.
     """
     attempts: set[Attempt] = set()
+    leased = sa.select(LEASES.c.batch_id)
     with database.transaction() as transaction:
         for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS):
             chosen = sa.select(table.c.run_id, table.c.rollout_id, table.c.attempt).where(
-                table.c.policy == policy, table.c.branch == branch
+                table.c.policy == policy, table.c.branch == branch, table.c.batch_id.not_in(leased)
             )
             if table is FILE_BATCH_ROLLOUTS and begun:
                 own = sa.select(FILE_BATCHES.c.batch_id).where(FILE_BATCHES.c.run == begun.run, FILE_BATCHES.c.examples == begun.examples)
