@@ -199,16 +199,16 @@ def test_prune_chooses_and_renames_versions_in_one_transaction(trainer: Trainer,
     rename = checkpoint.prune
 
     def beside_pin(*arguments: Any) -> list[Path]:
-        aside = rename(*arguments)
+        hidden = rename(*arguments)
         file = trainer.settings.trainer.directory / "ledger.db"
         with closing(sqlite3.connect(file, timeout=0)) as other, pytest.raises(sqlite3.OperationalError, match="locked"):
             other.execute("BEGIN IMMEDIATE")  # as a pin, a rollback and a commit begin
-        return aside
+        return hidden
 
     monkeypatch.setattr(checkpoint, "prune", beside_pin)
     prune(trainer.ledger, settings(trainer.settings.trainer.model, trainer.settings.trainer.directory, checkpoint__keep=1))  # type: ignore[arg-type]
     assert [version for version in (1, 2) if path(trainer, version).is_dir()] == [2]
-    assert sorted(found.name for found in path(trainer, 2).parent.iterdir()) == ["v2"], "what was set aside is deleted"
+    assert sorted(found.name for found in path(trainer, 2).parent.iterdir()) == ["v2"], "what was hidden is deleted"
 
 
 def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: AdminGateway) -> None:

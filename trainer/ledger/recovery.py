@@ -183,8 +183,8 @@ def _prune(ledger: Ledger, settings: Settings) -> None:
         kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
         bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
         old = [version.version for version in versions if version.version not in kept | bases]
-        aside = checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
-    checkpoint.delete(aside)
+        hidden = checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
+    checkpoint.delete(hidden)
 
 
 def newest_version(ledger: Ledger) -> LedgerVersion:

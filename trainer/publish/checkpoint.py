@@ -187,33 +187,33 @@ def add_state(path: Path, write: Save) -> None:
 
 def remove(directory: Path, policy: str, branch: str, version: int) -> None:
     """Remove a version, if it is there."""
-    delete(_set_aside([version_directory(directory, policy, branch, version)]))
+    delete(_hide([version_directory(directory, policy, branch, version)]))
 
 
-def _set_aside(paths: Iterable[Path]) -> list[Path]:
+def _hide(paths: Iterable[Path]) -> list[Path]:
     """Rename versions, and return the new paths: under its final name, a half-removed directory would look complete."""
-    aside = list[Path]()
+    hidden = list[Path]()
     for path in paths:
-        removed = path.with_name(f"{_TEMPORARY}{path.name}")
-        shutil.rmtree(removed, ignore_errors=True)
+        target = path.with_name(f"{_TEMPORARY}{path.name}")
+        shutil.rmtree(target, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):  # another trainer of the branch tidies up as well
-            path.rename(removed)
-            aside.append(removed)
-    return aside
+            path.rename(target)
+            hidden.append(target)
+    return hidden
 
 
 def delete(paths: Iterable[Path]) -> None:
-    """Delete directories that are set aside, unless `sweep` was faster."""
+    """Delete hidden directories, unless `sweep` was faster."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
 
 
 def prune(directory: Path, policy: str, branch: str, old: Collection[int]) -> list[Path]:
-    """Set versions aside, but base models of adapters below the same directory; return the directories, for `delete`."""
+    """Hide versions, but base models of adapters below the same directory; return the hidden directories, for `delete`."""
     adapted = _adapted(directory) if old else ()
     paths = [version_directory(directory, policy, branch, version) for version in old]
-    return _set_aside(path for path in paths if path not in adapted)
+    return _hide(path for path in paths if path not in adapted)
 
 
 def _adapted(directory: Path) -> set[Path]:
