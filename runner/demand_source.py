@@ -1,7 +1,8 @@
 """Task source of a run: enqueues groups until the trainers' demand is met, and cancels groups that are stale or no longer needed.
 
 In: tasks, and the demand that the queue holds. Out: groups in the queue. Invariant: the demand is a level, and each update reads from the
-queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing. One source per run.
+queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing; so do several sources of a
+run, each of whose requests counts only if no other has enqueued groups since it read.
 
 A group that the trainer skips raises the level, and a cancelled group lowers what counts as enqueued; in both cases the next task takes its
 place. A group of which too many rollouts are dead to train the others is cancelled while these run. With runner.extra_groups, more groups
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from runner.groups import cannot_be_trained, rollouts_of
-from runner.queue.client import QueueClient
+from runner.queue.client import ENQUEUE_MOST, QueueClient
 from runner.queue.wire import DemandState, NewRollout, QueuedRollout, RolloutSelector, RolloutState
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.settings import Settings
@@ -129,10 +130,12 @@ class DemandSource:
             return DemandUpdate(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
         position, enqueued = demand.enqueued + demand.cancelled, 0
         while enqueued < todo.enqueue:
-            count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE)
+            count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
             tasks = [task_at(self._tasks, position + enqueued + n, self._seed) for n in range(count)]
             rollouts = rollouts_of(tasks, run, Mode.TRAIN, self._settings.runner.group_size, greedy=self._greedy)
-            await self._queue.enqueue(run, [self._queued(one, self._settings) for one in rollouts])
+            new = [self._queued(one, self._settings) for one in rollouts]
+            if not await self._queue.enqueue(run, new, after_groups=position + enqueued):
+                break  # another source of the run was faster: the next update reads what it has enqueued
             enqueued += count
             _logger.info("enqueued %d groups: %d by now, %d are wanted", count, demand.enqueued + enqueued, demand.groups)
         return DemandUpdate(demand.groups, demand.enqueued + enqueued, cancelled)

@@ -104,11 +104,16 @@ class QueueClient:
         """Close the connections."""
         await self._client.close()
 
-    async def enqueue(self, run_id: str, rollouts: Iterable[NewRollout]) -> list[str]:
+    async def enqueue(self, run_id: str, rollouts: Iterable[NewRollout], *, after_groups: int | None = None) -> list[str]:
         """Add rollouts; those without an id get one.
 
+        Args:
+            run_id: their run.
+            rollouts: at most ENQUEUE_MOST if `after_groups` is given.
+            after_groups: number of groups of mode train, cancelled ones included, that the run must have. None: any.
+
         Returns:
-            Their ids, in order, once all are durable.
+            Their ids, in order, once all are durable; none if the run has another number of groups.
 
         Raises:
             QueueError: the queue refuses, or does not answer; some rollouts of a long list may have been added by then.
@@ -116,7 +121,7 @@ class QueueClient:
         named = [rollout if rollout.rollout_id else msgspec.structs.replace(rollout, rollout_id=next(self._ids)) for rollout in rollouts]
         ids: list[str] = []
         for start in range(0, len(named), ENQUEUE_MOST):
-            part = Enqueue(run_id=run_id, rollouts=named[start : start + ENQUEUE_MOST])
+            part = Enqueue(run_id=run_id, rollouts=named[start : start + ENQUEUE_MOST], after_groups=after_groups)
             ids += (await self._change("/v1/rollouts", Enqueued, part)).rollout_ids
         return ids
 

@@ -160,10 +160,17 @@ class Service:
     async def enqueue(self, request: Enqueue) -> Enqueued:
         """Add rollouts."""
         ids = [one.rollout_id or next(self._ids) for one in request.rollouts]
-        work = partial(
-            rows.enqueue, database=self.database, run_id=request.run_id, rollouts=request.rollouts, ids=ids, defaults=self._defaults
-        )
-        known = await self._write(work)
+
+        def add(transaction: sa.Connection) -> int | None:
+            if request.after_groups is not None and ids and rows.rollout(transaction, ids[0]) is None:  # else the request is sent again
+                demand = rows.demand(transaction, request.run_id)
+                if request.after_groups != demand.enqueued + demand.cancelled:
+                    return None
+            return rows.enqueue(transaction, self.database, request.run_id, request.rollouts, ids, self._defaults)
+
+        known = await self._write(add)
+        if known is None:
+            return Enqueued(rollout_ids=[], known=0)
         self._arrivals.notify(request.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 

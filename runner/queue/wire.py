@@ -83,13 +83,15 @@ class Enqueue(Struct, frozen=True, kw_only=True):
 
     run_id: Name
     rollouts: list[NewRollout]
+    after_groups: Annotated[int, Meta(ge=0)] | None = None
+    """Number of groups of mode train, cancelled ones included, that the run must have for new rollouts to be added. None: any."""
 
 
 class Enqueued(Struct, frozen=True, kw_only=True):
     """Response to POST /v1/rollouts, once the rollouts are durable."""
 
     rollout_ids: list[str]
-    """Ids of all rollouts of the request, in order."""
+    """Ids of all rollouts of the request, in order; none if the run has another number of groups than `after_groups`."""
     known: int
     """Number of them that were in the queue before."""
 

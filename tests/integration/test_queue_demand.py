@@ -79,3 +79,12 @@ async def test_runner_demand_that_rises_is_met_before_next_look(tmp_path: Path, 
                 await until(is_met)
             ending.set()
             await following
+
+
+async def test_enqueue_after_groups_is_repeated_but_not_late(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _):
+        first, second = new_rollouts(2, group_size=2), new_rollouts(2, "late", group_size=2)
+        for _ in range(2):
+            assert await client.enqueue("run", first, after_groups=0) == ["r0", "r1"], "an answer that was lost is asked for again"
+        assert await client.enqueue("run", second, after_groups=0) == []
+        assert await client.enqueue("run", second, after_groups=(await client.demand("run")).enqueued) == ["late0", "late1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
@@ -209,3 +210,27 @@ async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_ending
         assert await sources[1].update() == DemandUpdate(2, 2, 1), "of the group whose rollouts died before it began"
         assert await sources[1].update() == DemandUpdate(2, 2, 0)
         assert sum(read) == 1, "the rollout that it cancelled itself"
+
+
+async def test_demand_sources_of_one_run_enqueue_each_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2)
+
+    async def version(_: str) -> int | None:
+        return None
+
+    async with serving(settings) as (client, _):
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=3))
+        sources = [DemandSource(settings, client, TASKS, seed=seed, queued=queued, served=version) for seed in range(2)]
+        read = client.demand
+        both_have_read = asyncio.Barrier(2)
+
+        async def read_together(run_id: str) -> DemandState:
+            state = await read(run_id)
+            await both_have_read.wait()
+            return state
+
+        monkeypatch.setattr(client, "demand", read_together)
+        updates = await asyncio.gather(*(source.update() for source in sources))
+        assert sorted(update.enqueued for update in updates) == [0, 3]
+        assert len((await client.rollouts(run_id="run")).rollouts) == 6
+        assert [update.enqueued for update in await asyncio.gather(*(source.update() for source in sources))] == [3, 3]
