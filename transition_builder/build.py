@@ -113,7 +113,7 @@ def _with_shared(calls: pl.DataFrame, frames: Frames, owners: pl.DataFrame) -> p
     """Add the calls that may belong to several attempts: they are part of none, and are dropped from one."""
     rows = resolve(frames.calls, owners, frames.rollouts, shared=True)
     if rows.is_empty():
-        return calls
+        return calls.with_columns(Shared=pl.lit(False))
     facts = {"Shared": pl.lit(True), "Order": pl.lit(0), "AgentName": pl.lit(""), "Convention": pl.lit("gateway")}
     shared_calls = gateway.calls(rows).drop("Mode", "RolloutKey", "RolloutKeySource").with_columns(**facts)
     return pl.concat([calls, reconcile.without_arrays(shared_calls)], how="diagonal_relaxed")

@@ -209,20 +209,6 @@ def test_conclude_over_length_counts_prompt_and_response() -> None:
     assert reason(BuilderSettings(max_tokens=4)) == ("over_length", "5 tokens; builder.max_tokens = 4")
 
 
-def test_conclude_missing_optional_columns_are_no_fault() -> None:
-    spans = SpanFactory()
-    spans.call(spans.root("r"), rollout="r")
-    calls = pl.DataFrame(
-        [spans.calls[0] | {"AgentName": "agent", "Order": 0, "ByGateway": True}],
-        schema={**CALLS, "AgentName": pl.String, "Order": pl.Int64, "ByGateway": pl.Boolean},
-    )
-    faults = pl.DataFrame(schema={"RunId": pl.String, "RolloutId": pl.String, "fault": pl.String})
-    rollouts = pl.DataFrame(spans.roots, schema=dict(ROLLOUTS))
-    known = reconcile.without_arrays(calls.rename({"RolloutKey": "RolloutId"}).drop("Mode", "RolloutKeySource"))
-    conclusions = reconcile.conclude(known, rollouts, faults, BuilderSettings())
-    assert conclusions["Reason"].to_list() == [""]
-
-
 def meanings() -> dict[str, str]:
     """Return the docstrings of DropReason's members by value."""
     tree = ast.parse(inspect.getsource(types.DropReason))

@@ -33,18 +33,6 @@ RETOKENIZED = "retokenized"
 ARRAYS = {"PromptIds": "PromptTokens", "ResponseIds": "ResponseTokens", "Logprobs": "LogprobCount"}
 """Array columns of a call, and the columns of their lengths."""
 _OF_ROOT = ["Mode", "GroupId", "GroupSize", "TaskId"]
-_ABSENT = {
-    "Shared": pl.lit(False),
-    "Retried": pl.lit(False),
-    "DuplicateOf": pl.lit(""),
-    "Convention": pl.lit(""),
-    "Dropped": pl.lit(False),
-    "Modality": pl.lit(""),
-    "Unfinished": pl.lit(False),
-    "Tools": pl.lit([], pl.List(pl.String)),
-    "Components": pl.lit([], pl.List(pl.String)),
-}
-"""Defaults of columns that a call may lack."""
 
 
 def without_arrays(calls: pl.DataFrame) -> pl.DataFrame:
@@ -57,108 +45,80 @@ def conclude(calls: pl.DataFrame, rollouts: pl.DataFrame, faults: pl.DataFrame, 
     """Add the facts of the root, Reason (empty: kept), Detail, Reshaping (what reshaped the sampling distribution) and Turn.
 
     Args:
-        calls: canonical, placed calls `without_arrays`: columns of `reconstruct`, AgentName and Order among them, and those of
-            `_ABSENT` that are known.
+        calls: canonical, placed calls `without_arrays`: columns of `reconstruct`, and Shared (its trace belongs to several attempts).
         rollouts: ROLLOUTS, all of the calls' among them.
         faults: rollouts without a usable reward: RunId, RolloutId, fault (why).
         spec: the selection, and the conditions on calls.
     """
-    facts = rollouts.select(*ROLLOUT, *_OF_ROOT, "Failure", "Verdict", "Attempt", "Detail").rename(
-        {"Attempt": "final_attempt", "Detail": "root_detail"}
-    )
-    known = calls.with_columns(**{name: value for name, value in _ABSENT.items() if name not in calls.columns})
-    known = known.join(facts, on=ROLLOUT).join(faults, on=ROLLOUT, how="left")
-    known = known.with_columns(Reshaping=_reshaping())
+    facts = rollouts.select(*ROLLOUT, *_OF_ROOT, "Failure", "Verdict", final_attempt="Attempt", root_detail="Detail")
+    known = calls.join(facts, on=ROLLOUT).join(faults, on=ROLLOUT, how="left").with_columns(Reshaping=_reshaping())
     rules = _rules(spec)
-    reason, detail = _first_reasons(known, rules)
     unselected = pl.any_horizontal(holds.fill_null(False) for reason, holds, _ in rules if reason in _UNSELECTED)
     counts = ~unselected & ~failed() & ~pl.col("Retried") & (pl.col("Attempt") == pl.col("final_attempt"))
-    concluded = known.with_columns(reason, detail, counts=counts)
-    turn = pl.when(pl.col("counts")).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
-    return concluded.with_columns(Turn=turn)
+    turn = pl.when(counts).then("Order").rank("dense").over(ATTEMPT).cast(pl.Int64) - 1
+    return known.with_columns(*_first_reasons(known, rules), Turn=turn)
 
 
 Rule = tuple[DropReason, pl.Expr, pl.Expr]
+"""A reason, when it holds, and its detail."""
 _UNSELECTED = {DropReason.DUPLICATE, DropReason.UNKNOWN_CONVENTION, DropReason.NOT_SELECTED}
 """Reasons of calls that are no turn of the rollout."""
+_NOTHING = pl.lit("")
+_OF_ROLLOUT: list[Rule] = [
+    (DropReason.INCOMPLETE, pl.col("Verdict") == Verdict.INCOMPLETE.value, pl.col("root_detail")),
+    (DropReason.ATTEMPT_FAILED, pl.col("Failure") != "", pl.col("Failure")),
+]
 
 
 def _rules(spec: BuilderSettings) -> list[Rule]:
-    """Return the reasons in their order: when each holds, and its detail."""
-    model = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(pl.lit(""))
-    superseded = pl.col("Attempt") != pl.col("final_attempt")
+    """Return the rules in their order; a comparison with a setting that is not given is null, and never holds."""
+    prompt, response, logprobs = (pl.col(name) for name in ARRAYS.values())
+    model = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(_NOTHING)
+    # Records of a failure do not always have its status.
+    status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.when(pl.col("ErrorType") != "")
+    failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
+    silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
+    retokenized, tokens, versions = pl.col("IdsSource") == RETOKENIZED, prompt + response, pl.col("Versions.Version")
+    unknown_sampling = pl.any_horizontal(pl.col(name).is_null() for name in SAMPLING)
+    mixed = pl.lit(spec.mixed_versions == "drop") & (versions.list.n_unique() > 1)
+    # Calls of held-out rollouts are measured and never trained, so they stay.
+    reshaped = (
+        pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES]) & (pl.col("Reshaping") != "")
+    )
     return [
         (DropReason.SHARED_TRACE, pl.col("Shared"), pl.format("trace {}", "TraceId")),
-        (DropReason.SUPERSEDED_ATTEMPT, superseded, pl.format("attempt {} counts", "final_attempt")),
+        (DropReason.SUPERSEDED_ATTEMPT, pl.col("Attempt") != pl.col("final_attempt"), pl.format("attempt {} counts", "final_attempt")),
         (DropReason.DUPLICATE, pl.col("DuplicateOf") != "", pl.format("call {} counts", "DuplicateOf")),
         (DropReason.UNKNOWN_CONVENTION, pl.col("Convention") == UNKNOWN, model),
-        (DropReason.INCOMPLETE, pl.col("Verdict") == Verdict.INCOMPLETE.value, pl.col("root_detail")),
-        (DropReason.ATTEMPT_FAILED, pl.col("Failure") != "", pl.col("Failure")),
-        *_selection(spec),
-        *_outcome(),
-        *_known(spec),
-        *_trainable(spec),
+        *_OF_ROLLOUT,
+        *((DropReason.NOT_SELECTED, ~condition.holds, _unmatched(condition)) for condition in conditions(spec.selection)),
+        (DropReason.ABORTED, pl.col("Aborted"), _NOTHING),
+        (DropReason.CALL_FAILED, failed(), failure),
+        (DropReason.RETRIED, pl.col("Retried"), _NOTHING),
+        (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (response == 0), _NOTHING),
+        (DropReason.REDACTED, pl.col("Redacted") & (prompt == 0), _NOTHING),
+        (DropReason.OTHER_MODALITY, pl.col("Modality") != "", pl.col("Modality")),
+        (DropReason.ATTRIBUTES_DROPPED, pl.col("Dropped") & (prompt == 0), _NOTHING),
+        (DropReason.NO_TOKEN_IDS, prompt == 0, _NOTHING),
+        (DropReason.RETOKENIZED, retokenized & (not spec.retokenized), pl.format("by tokenizer {}", "TokenizerHash")),
+        (DropReason.EMPTY_RESPONSE, response == 0, _NOTHING),
+        (DropReason.NO_LOGPROBS, ~retokenized & (logprobs != response), pl.format("{} logprobs for {} tokens", logprobs, response)),
+        (DropReason.UNKNOWN_VERSION, ~retokenized & ~_knows_versions(), _NOTHING),
+        (DropReason.UNKNOWN_SAMPLING, ~retokenized & unknown_sampling, _NOTHING),
+        (DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != pl.lit(spec.tokenizer_hash, pl.String), pl.col("TokenizerHash")),
+        (DropReason.MIXED_VERSIONS, mixed, pl.format("versions {}", versions.cast(pl.List(pl.String)).list.join(", "))),
+        (DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", "Reshaping")),
+        (
+            DropReason.OVER_LENGTH,
+            tokens > pl.lit(spec.max_tokens, pl.Int64),
+            pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens),
+        ),
         (DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault")),
     ]
 
 
-def _selection(spec: BuilderSettings) -> list[Rule]:
-    def detail(condition: Condition) -> pl.Expr:
-        return pl.format(f"{condition.what} {{}}", pl.when(condition.value != "").then(condition.value).otherwise(pl.lit("none")))
-
-    return [(DropReason.NOT_SELECTED, ~condition.holds, detail(condition)) for condition in conditions(spec.selection)]
-
-
-def _outcome() -> list[Rule]:
-    silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
-    nothing = pl.lit("")
-    # Records of a failure do not always have its status.
-    status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.when(pl.col("ErrorType") != "")
-    failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
-    return [
-        (DropReason.ABORTED, pl.col("Aborted"), nothing),
-        (DropReason.CALL_FAILED, failed(), failure),
-        (DropReason.RETRIED, pl.col("Retried"), nothing),
-        (DropReason.UNFINISHED, (silent | pl.col("Unfinished")) & (pl.col("ResponseTokens") == 0), nothing),
-    ]
-
-
-def _known(spec: BuilderSettings) -> list[Rule]:
-    prompt, response, logprobs = (pl.col(name) for name in ARRAYS.values())
-    retokenized = pl.col("IdsSource") == RETOKENIZED
-    nothing = pl.lit("")
-    return [
-        (DropReason.REDACTED, pl.col("Redacted") & (prompt == 0), nothing),
-        (DropReason.OTHER_MODALITY, pl.col("Modality") != "", pl.col("Modality")),
-        (DropReason.ATTRIBUTES_DROPPED, pl.col("Dropped") & (prompt == 0), nothing),
-        (DropReason.NO_TOKEN_IDS, prompt == 0, nothing),
-        (DropReason.RETOKENIZED, retokenized & (not spec.retokenized), pl.format("by tokenizer {}", "TokenizerHash")),
-        (DropReason.EMPTY_RESPONSE, response == 0, nothing),
-        (DropReason.NO_LOGPROBS, ~retokenized & (logprobs != response), pl.format("{} logprobs for {} tokens", logprobs, response)),
-    ]
-
-
-def _trainable(spec: BuilderSettings) -> list[Rule]:
-    sampled = pl.col("IdsSource") != RETOKENIZED
-    tokens = pl.col("PromptTokens") + pl.col("ResponseTokens")
-    unknown = pl.any_horizontal(pl.col(name).is_null() for name in SAMPLING)
-    rules: list[Rule] = [
-        (DropReason.UNKNOWN_VERSION, sampled & ~_knows_versions(), pl.lit("")),
-        (DropReason.UNKNOWN_SAMPLING, sampled & unknown, pl.lit("")),
-    ]
-    if spec.tokenizer_hash is not None:
-        rules.append((DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != spec.tokenizer_hash, pl.col("TokenizerHash")))
-    if spec.mixed_versions == "drop":
-        versions = pl.col("Versions.Version")
-        named = pl.format("versions {}", versions.cast(pl.List(pl.String)).list.join(", "))
-        rules.append((DropReason.MIXED_VERSIONS, versions.list.n_unique() > 1, named))
-    reshaped = _dropped_where_reshaped(spec) & (pl.col("Reshaping") != "")
-    rules.append((DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", "Reshaping")))
-    if spec.max_tokens is not None:
-        rules.append(
-            (DropReason.OVER_LENGTH, tokens > spec.max_tokens, pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens))
-        )
-    return rules
+def _unmatched(condition: Condition) -> pl.Expr:
+    return pl.format(f"{condition.what} {{}}", pl.when(condition.value != "").then(condition.value).otherwise(pl.lit("none")))
 
 
 def _knows_versions() -> pl.Expr:
@@ -169,32 +129,22 @@ def _knows_versions() -> pl.Expr:
     return (rising & within).fill_null(False)
 
 
-_NEUTRAL = {
-    "TopP": ("top_p", 1.0),
-    "TopK": ("top_k", 0),
-    "MinP": ("min_p", 0.0),
-    "PresencePenalty": ("presence_penalty", 0.0),
-    "FrequencyPenalty": ("frequency_penalty", 0.0),
-    "RepetitionPenalty": ("repetition_penalty", 1.0),
-}
-"""Columns of sampling parameters -> their names in requests, and the values that leave the model's distribution unchanged."""
-
-
-def _reshapes(column: str) -> pl.Expr:
-    value = pl.col(column)
+_RESHAPING = {
+    "top_p": ("TopP", pl.col("TopP") != 1.0),
     # vLLM takes top_k = 0 and -1 alike for "all tokens".
-    return (value > 0 if column == "TopK" else value != _NEUTRAL[column][1]).fill_null(False)
-
-
-def _dropped_where_reshaped(spec: BuilderSettings) -> pl.Expr:
-    """Return whether a reshaped call is dropped; calls of held-out rollouts are measured and never trained, so they stay."""
-    return pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES])
+    "top_k": ("TopK", pl.col("TopK") > 0),
+    "min_p": ("MinP", pl.col("MinP") != 0.0),
+    "presence_penalty": ("PresencePenalty", pl.col("PresencePenalty") != 0.0),
+    "frequency_penalty": ("FrequencyPenalty", pl.col("FrequencyPenalty") != 0.0),
+    "repetition_penalty": ("RepetitionPenalty", pl.col("RepetitionPenalty") != 1.0),
+}
+"""Names of sampling parameters -> their columns, and when they change the model's distribution."""
 
 
 def _reshaping() -> pl.Expr:
     """Describe what reshaped the distribution, so that a temperature alone does not define it; empty: nothing."""
-    named = [pl.when(_reshapes(column)).then(pl.format(f"{name}={{}}", column)) for column, (name, _) in _NEUTRAL.items()]
-    masked = pl.when(pl.col("Constrained").fill_null(False)).then(pl.lit("masked tokens"))
+    named = [pl.when(reshapes).then(pl.format(f"{name}={{}}", column)) for name, (column, reshapes) in _RESHAPING.items()]
+    masked = pl.when("Constrained").then(pl.lit("masked tokens"))
     return pl.concat_str([*named, masked], separator=", ", ignore_nulls=True)
 
 
@@ -212,17 +162,10 @@ def _first_reasons(calls: pl.DataFrame, rules: list[Rule]) -> tuple[pl.Series, p
 
 def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Return one drop for each rollout whose final attempt has no calls."""
-    incomplete = pl.col("Verdict") == Verdict.INCOMPLETE.value
-    attempt_failed = pl.col("Failure") != ""
-    alone = rollouts.join(calls.select(ATTEMPT), on=ATTEMPT, how="anti").with_columns(
-        Reason=pl.when(incomplete)
-        .then(pl.lit(DropReason.INCOMPLETE.value))
-        .when(attempt_failed)
-        .then(pl.lit(DropReason.ATTEMPT_FAILED.value))
-        .otherwise(pl.lit(DropReason.NO_CALLS.value)),
-        Detail=pl.when(incomplete).then("Detail").otherwise("Failure"),
+    alone = rollouts.join(calls.select(ATTEMPT), on=ATTEMPT, how="anti").rename({"Detail": "root_detail"})
+    return alone.with_columns(
+        *_first_reasons(alone, [*_OF_ROLLOUT, (DropReason.NO_CALLS, pl.lit(True), _NOTHING)]),
         ChoiceIndex=pl.lit(0),
         Timestamp=pl.lit(0, pl.Int64).cast(NANOSECONDS),
         **{name: pl.lit("") for name in ("CallId", "AgentName", "Policy", "Model", "Convention")},
-    )
-    return alone.sort(ATTEMPT)
+    ).sort(ATTEMPT)
