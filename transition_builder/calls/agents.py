@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.calls.forest import Indices, Mask, SpanForest, follow
+from transition_builder.calls.forest import Indices, Mask, SpanForest, chains, follow
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 
 _NO_AGENT = -1
@@ -60,31 +60,24 @@ def agent_names(nodes: pl.DataFrame, forest: SpanForest, spans: Indices) -> pl.S
     for search, marked, column in searches:
         if not names.has_nulls():
             break
-        at = pl.Series(search(nodes.select(marked).to_series().to_numpy())[spans])
-        names = names.zip_with(names.is_not_null(), nodes[column].gather(at.set(at == forest.size, None)))
+        at = search(nodes.select(marked).to_series().to_numpy())[spans]
+        names = names.zip_with(names.is_not_null(), nodes[column].extend_constant(None, 1)[at])
     return names.fill_null("")
 
 
 def components(nodes: pl.DataFrame, forest: SpanForest, member: Mask, tops: Indices) -> pl.Series:
-    """Return the names of the agents, chains and tools around each of the calls, outermost first.
-
-    Args:
-        nodes: described spans.
-        forest: of the same.
-        member: mask of the spans of calls.
-        tops: the outermost spans of the calls.
-    """
-    agent = pl.col("AgentName").is_not_null()
-    around = nodes.select(pl.col("IsChain") | pl.col("IsTool") | agent).to_series().to_numpy() & ~member
-    nearest = forest.nearest(around)
-    places, place_of = np.unique(nearest[forest.parent[tops]], return_inverse=True)
-    levels = [places]
-    while (levels[-1] != forest.size).any():
-        levels.append(nearest[forest.parent[levels[-1]]])
-    at = np.stack(levels[::-1], axis=1)
+    """Return the names of the agents, chains and tools around each call, outermost first; `tops` are the outermost spans of the calls."""
+    around = nodes.select(pl.col("IsChain") | pl.col("IsTool") | pl.col("AgentName").is_not_null()).to_series().to_numpy() & ~member
+    enclosing = forest.enclosing(around)
+    places, place_of = np.unique(enclosing[tops], return_inverse=True)
+    at = chains(places, enclosing)[:, ::-1]
     inside = at != forest.size
     own = pl.when("IsTool").then("ToolName").otherwise("AgentName")
-    names = nodes.select("IsTool", "ToolName", "AgentName", "SpanName")[at[inside]].select(name=pl.coalesce(own, "SpanName"))
-    lists = names.with_columns(place=np.nonzero(inside)[0]).group_by("place", maintain_order=True).agg("name")
-    every = pl.DataFrame({"place": np.arange(len(places))}).join(lists, on="place", how="left", maintain_order="left")
-    return every["name"].fill_null([]).gather(place_of)
+    names = nodes.select("IsTool", "ToolName", "AgentName", "SpanName")[at[inside]].select(pl.coalesce(own, "SpanName")).to_series()
+    return listed(names, np.nonzero(inside)[0], len(places)).gather(place_of)
+
+
+def listed(names: pl.Series, owner: Indices, owners: int) -> pl.Series:
+    """Return the names of each of so many owners, in their order."""
+    lists = pl.DataFrame({"owner": owner, "names": names}).group_by("owner", maintain_order=True).agg("names")
+    return pl.DataFrame({"owner": np.arange(owners)}).join(lists, on="owner", how="left", maintain_order="left")["names"].fill_null([])

@@ -15,8 +15,9 @@ from itertools import pairwise
 import numpy as np
 import polars as pl
 
-from transition_builder.calls.forest import Indices, Mask, SpanForest
-from transition_builder.calls.preceding import NO_CALL, Agents, Events
+from transition_builder.calls.agents import Agents
+from transition_builder.calls.forest import Indices, Mask, SpanForest, chains
+from transition_builder.calls.preceding import NO_CALL, Events
 
 Conversation = tuple[bytes, bytes, int]
 
@@ -29,24 +30,20 @@ def _as_bytes(column: pl.Series) -> Callable[[int], bytes]:
     return lambda row: buffer[bounds[row] : bounds[row + 1]].tobytes()
 
 
-def parents(calls: Events, before: Indices, choices: pl.DataFrame, by_call: Indices, first: Indices) -> tuple[Indices, Indices, Mask]:
+def parents(events: Events, before: Indices, choices: pl.DataFrame, by_event: Indices, first: Indices) -> tuple[Indices, Indices, Mask]:
     """Return each call's parent, the row of the parent's choice (NO_CALL for none), and whether the prompt goes on from it.
 
-    Args:
-        calls: in order.
-        before: for each call the one that came before, NO_CALL for none.
-        choices: PromptIds and ResponseIds.
-        by_call: the rows of `choices` in the order of calls, then of choices.
-        first: the place in `by_call` of each call's first choice.
+    `before` is the call that came before each event, `by_event` the rows of `choices` in the order of events, then of choices, and `first`
+    the place in it of each call's first choice.
     """
     prompt_of, response_of = _as_bytes(choices["PromptIds"]), _as_bytes(choices["ResponseIds"])
-    rows, bounds, parent, useful = by_call.tolist(), [*first.tolist(), len(by_call)], before.tolist(), calls.useful.tolist()
+    rows, bounds, parent, useful = by_event.tolist(), [*first.tolist(), len(by_event)], before.tolist(), events.useful.tolist()
     choice = [rows[bounds[call]] if call != NO_CALL else NO_CALL for call in parent]
     continues = [False] * len(parent)
-    for begin, end in pairwise([*np.unique(calls.first).tolist(), len(parent)]):
+    for begin, end in pairwise([*np.unique(events.first).tolist(), len(parent)]):
         # Prompt and response of each choice that was answered, and its row, by useful calls.
         conversations = dict[int, list[Conversation]]()
-        for call in range(begin, end):
+        for call in (np.flatnonzero(events.is_call[begin:end]) + begin).tolist():
             own_rows = rows[bounds[call] : bounds[call + 1]]
             prompt = prompt_of(own_rows[0])
             for conversation in conversations.get(parent[call], ()):
@@ -57,8 +54,7 @@ def parents(calls: Events, before: Indices, choices: pl.DataFrame, by_call: Indi
                 if prompt and (longest := _longest_prefix_parent(prompt, conversations)) is not None:
                     parent[call], choice[call], continues[call] = *longest, True
             if useful[call]:
-                prompts = (prompt, *map(prompt_of, own_rows[1:]))
-                answered = zip(prompts, map(response_of, own_rows), own_rows, strict=True)
+                answered = [(prompt_of(row), response_of(row), row) for row in own_rows]
                 conversations[call] = [conversation for conversation in answered if conversation[1]]
     return np.array(parent, dtype=np.int64), np.array(choice, dtype=np.int64), np.array(continues, dtype=np.bool_)
 
@@ -79,17 +75,17 @@ def _longest_prefix_parent(prompt: bytes, conversations: dict[int, list[Conversa
     return best
 
 
-def branches(forest: SpanForest, agents: Agents, calls: Events, parent: Indices, continues: Mask) -> Indices:
+def branches(forest: SpanForest, agents: Agents, events: Events, parent: Indices, continues: Mask) -> Indices:
     """Return the branch number of each call."""
-    child = (parent != NO_CALL) & (continues | ~_is_sub_call(forest, agents, calls, parent))
-    own_agent = (calls.agent[parent] == calls.agent) | agents.alike(calls.agent[parent], calls.agent)
+    child = (parent != NO_CALL) & (continues | ~_is_sub_call(forest, agents, events, parent))
+    own_agent = (events.agent[parent] == events.agent) | agents.alike(events.agent[parent], events.agent)
     continuations = dict[int, int]()
     for of_own_agent in (True, False):
-        for call in np.flatnonzero(child & calls.useful & (own_agent == of_own_agent)).tolist():
+        for call in np.flatnonzero(child & events.useful & (own_agent == of_own_agent)).tolist():
             continuations.setdefault(int(parent[call]), call)
     numbers, branch_count = list[int](), 0
     for call, (first, above, is_child, useful) in enumerate(
-        zip(calls.first.tolist(), parent.tolist(), child.tolist(), calls.useful.tolist(), strict=True)
+        zip(events.first.tolist(), parent.tolist(), child.tolist(), events.useful.tolist(), strict=True)
     ):
         branch_count = branch_count if call > first else 0
         if is_child and (not useful or continuations[above] == call):
@@ -100,11 +96,9 @@ def branches(forest: SpanForest, agents: Agents, calls: Events, parent: Indices,
     return np.array(numbers, dtype=np.int64)
 
 
-def _is_sub_call(forest: SpanForest, agents: Agents, calls: Events, parent: Indices) -> Mask:
+def _is_sub_call(forest: SpanForest, agents: Agents, events: Events, parent: Indices) -> Mask:
     """Return whether each call lies in a tool, or in an agent nested in its parent's, that its parent does not lie in."""
-    sub_call = (calls.tool != forest.size) & (calls.tool != calls.tool[parent])
-    parent_agent, enclosing = calls.agent[parent], agents.around[calls.agent]
-    while (enclosing != forest.size).any():
-        sub_call |= (enclosing == parent_agent) & (parent_agent != forest.size)
-        enclosing = agents.around[enclosing]
-    return sub_call
+    in_own_tool = (events.tool != forest.size) & (events.tool != events.tool[parent])
+    parent_agent, around = events.agent[parent], agents.around[events.agent]
+    in_own_agent = (chains(around, agents.around) == parent_agent[:, None]).any(axis=1) & (parent_agent != forest.size)
+    return in_own_tool | in_own_agent

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from transition_builder import dialects
-from transition_builder.calls.forest import Indices, Mask, SpanForest, follow
+from transition_builder.calls.forest import Indices, Mask, SpanForest, follow, nodes_of
 from transition_builder.calls.preceding import NO_CALL
 from transition_builder.schemas import ATTEMPT, SPAN
 
@@ -18,22 +18,15 @@ _FIRST = ["ToolCallId", "ToolArguments", "ToolResult"]
 
 
 def tool_calls(nodes: pl.DataFrame, forest: SpanForest, is_call: Mask) -> pl.DataFrame:
-    """Return a row a tool call, in the order of nodes: ATTEMPT, SPAN, its name, outcome and texts, Duration, Tool and Nodes.
-
-    Args:
-        nodes: described spans.
-        forest: of the same.
-        is_call: mask of the spans of calls.
-    """
+    """Return a row a tool call, in the order of nodes: ATTEMPT, SPAN, its name, outcome and texts, Duration, Tool and Nodes."""
     is_tool = nodes["IsTool"].to_numpy()
     spans = np.flatnonzero(is_tool)
-    above = forest.nearest(is_tool | is_call | nodes["AgentName"].is_not_null().to_numpy())[forest.parent[spans]]
+    above = forest.enclosing(is_tool | is_call | nodes["AgentName"].is_not_null().to_numpy())[spans]
     nested = np.append(is_tool, False)[above]
     about = nodes.select(*ATTEMPT, *SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration")[spans]
     if not nested.any():
         return about.with_columns(Tool=spans, Nodes=pl.Series(spans[:, None], dtype=pl.List(pl.Int64)))
-    names = nodes.select("ToolName", "ToolCallId")
-    inner, outer = names[spans[nested]], names[above[nested]]
+    inner, outer = (nodes.select("ToolName", "ToolCallId")[at[nested]] for at in (spans, above))
     same = (inner["ToolName"] == outer["ToolName"]).fill_null(False) | (inner["ToolCallId"] == outer["ToolCallId"]).fill_null(False)
     jump = np.arange(forest.size + 1)
     jump[spans[nested][same.to_numpy()]] = above[nested][same.to_numpy()]
@@ -53,23 +46,15 @@ def tool_calls(nodes: pl.DataFrame, forest: SpanForest, is_call: Mask) -> pl.Dat
 def asked_by_id(nodes: pl.DataFrame, tools: pl.DataFrame, events: Indices, attempt: Indices, call_of: Indices) -> Indices:
     """Return the event of the call whose response requested each tool call by its id; NO_CALL where none did.
 
-    Of several (some servers count from 0 in each answer) the latest that came before.
-
-    Args:
-        nodes: described spans.
-        tools: `tool_calls`.
-        events: each tool call's place among the events of all attempts, calls and tool calls, in order.
-        attempt: the number of each event's attempt.
-        call_of: the event of the call that each node is part of, NO_CALL where of none.
+    Of several (some servers count from 0 in each answer) the latest that came before. `events` are the tool calls' places among all events,
+    `attempt` has the attempt of each event, `call_of` the event of the call that each node is part of (NO_CALL: none).
     """
     asked = np.full(tools.height, NO_CALL, dtype=np.int64)
-    named = tools.select("ToolCallId", event=events, attempt=attempt[events], tool=pl.int_range(pl.len())).filter(
-        pl.col("ToolCallId") != ""
-    )
-    if named.height:
-        requested = dialects.asked_tools(nodes).join(nodes.select(SPAN).with_row_index("node"), on=SPAN)
-        calls = requested.select("ToolCallId", call=call_of[requested["node"].to_numpy()]).filter(pl.col("call") != NO_CALL)
+    known = tools.select("ToolCallId", event=events, attempt=attempt[events], tool=pl.int_range(pl.len()))
+    if (named := known.filter(pl.col("ToolCallId") != "")).height:
+        requested = dialects.asked_tools(nodes)
+        calls = requested.select("ToolCallId", call=call_of[nodes_of(requested, nodes)]).filter(pl.col("call") != NO_CALL)
         pairs = named.join(calls.with_columns(attempt=attempt[calls["call"].to_numpy()]), on=["attempt", "ToolCallId"])
-        for tool, call in pairs.sort(pl.col("call") < pl.col("event"), "call").select("tool", "call").iter_rows():
-            asked[tool] = call
+        best_last = pairs.sort(pl.col("call") < pl.col("event"), "call")
+        asked[best_last["tool"].to_numpy()] = best_last["call"].to_numpy()
     return asked

@@ -11,6 +11,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from transition_builder.schemas import SPAN
+
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
@@ -27,17 +29,13 @@ class SpanForest:
     def of(cls, parent: Indices) -> SpanForest:
         """Cut cycles and compute depths. `parent` has an entry a node, len(parent) where there is none."""
         size = len(parent)
-        parent = np.append(parent, size)
-        steps = max(1, int(size).bit_length())
-        jump = parent
-        for _ in range(steps):
-            jump = jump[jump]
-        parent = np.where(jump == size, parent, size)
-        jump, depth = parent, np.append(np.ones(size, dtype=np.int64), 0)
-        for _ in range(steps):
+        jump = parent = np.append(parent, size)
+        depth = np.append(np.ones(size, dtype=np.int64), 0)
+        for _ in range(size.bit_length()):
             depth = depth + depth[jump]
             jump = jump[jump]
-        return cls(size, parent, depth)
+        endless = jump != size
+        return cls(size, np.where(endless, size, parent), np.where(endless, 1, depth))
 
     @classmethod
     def of_spans(cls, spans: pl.DataFrame) -> SpanForest:
@@ -52,9 +50,17 @@ class SpanForest:
         parent[children] = parents
         return SpanForest.of(parent)
 
+    def mask(self, nodes: Indices) -> Mask:
+        """Return a mask of some nodes."""
+        return np.bincount(nodes, minlength=self.size) > 0
+
     def nearest(self, marked: Mask) -> Indices:
         """Return, for every node, the nearest marked one among itself and its ancestors; `size` where there is none."""
         return follow(np.where(np.append(marked, True), np.arange(self.size + 1), self.parent))
+
+    def enclosing(self, marked: Mask) -> Indices:
+        """Return, for every node, the nearest marked one among its ancestors alone; `size` where there is none."""
+        return self.nearest(marked)[self.parent]
 
     def outermost(self, marked: Mask) -> Indices:
         """Return, for every node, the outermost marked one among itself and its ancestors; `size` where there is none."""
@@ -64,12 +70,7 @@ class SpanForest:
 
     def above(self, marked: Mask) -> Mask:
         """Return a mask of the nodes that have a marked one below them."""
-        above = np.zeros(self.size + 1, dtype=np.bool_)
-        at = self.parent[: self.size][marked]
-        while len(at := at[(at != self.size) & ~above[at]]):
-            above[at] = True
-            at = self.parent[at]
-        return above[: self.size]
+        return self.count_below(np.flatnonzero(marked)) > marked
 
     def count_below(self, nodes: Indices) -> Indices:
         """Return how many of the given nodes each node and those below it are: 0, 1, or a number from 2 on for more."""
@@ -84,11 +85,12 @@ class SpanForest:
 
     def common_depth(self, left: Indices, right: Indices) -> Indices:
         """Return the depth of the nearest common ancestor of each pair; 0 where there is none."""
-        left, right = left.copy(), right.copy()
         while (apart := left != right).any():
-            deeper_left = apart & (self.depth[left] >= self.depth[right])
-            deeper_right = apart & (self.depth[right] >= self.depth[left])
-            left, right = np.where(deeper_left, self.parent[left], left), np.where(deeper_right, self.parent[right], right)
+            deeper = self.depth[left] - self.depth[right]
+            left, right = (
+                np.where(apart & (deeper >= 0), self.parent[left], left),
+                np.where(apart & (deeper <= 0), self.parent[right], right),
+            )
         return self.depth[left]
 
 
@@ -97,3 +99,17 @@ def follow(jump: Indices) -> Indices:
     while not np.array_equal(further := jump[jump], jump):
         jump = further
     return jump
+
+
+def chains(start: Indices, above: Indices) -> Indices:
+    """Return a row for each start: itself, what stands `above` it, and so on, filled with the virtual root; the last is that for all."""
+    levels = [start]
+    while (levels[-1] != len(above) - 1).any():
+        levels.append(above[levels[-1]])
+    return np.stack(levels, axis=1)
+
+
+def nodes_of(spans: pl.DataFrame, nodes: pl.DataFrame) -> Indices:
+    """Return the nodes of spans, in their order; spans that are none of them are left out."""
+    index = nodes.select(SPAN).with_row_index("node")
+    return spans.select(SPAN).join(index, on=SPAN, maintain_order="left")["node"].cast(pl.Int64).to_numpy()

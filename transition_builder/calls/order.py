@@ -11,71 +11,68 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from transition_builder.calls.forest import Indices, Mask, SpanForest, follow
+from transition_builder.calls.forest import Indices, Mask, SpanForest, chains, follow
 from transition_builder.schemas import SPAN
 
-FOREIGN = "~"
+_FOREIGN = "~"
 """Prefix of the names of processes that do not number their spans."""
+
+
+def times(nodes: pl.DataFrame) -> pl.DataFrame:
+    """Return Process, Seq (its start where its process does not number spans), Start and End (its start where not known) of each span."""
+    named, start = pl.col("ProcessId") != "", pl.col("Timestamp").cast(pl.Int64)
+    numbered = named & ~pl.col("ProcessId").str.starts_with(_FOREIGN)
+    return nodes.select(
+        Process=pl.when(named).then("ProcessId").otherwise(pl.lit(_FOREIGN) + pl.col("ServiceName")),
+        Seq=pl.when(numbered).then(pl.col("Seq").cast(pl.Int128)).otherwise(start),
+        Start=start,
+        End=start + pl.col("Duration").cast(pl.Int64, strict=False).fill_null(0),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """Sequence numbers and times of spans by their own processes; one entry a node, and one of -1 for the virtual root."""
+    """Processes of spans and their times there; one entry a node, and one for the virtual root, which is of process -1."""
 
     process: Indices
     """Rank of the process by name."""
+    caller: Indices
+    """Nearest ancestor in another process."""
     seq: Indices
     start: Indices
     """Start by the process's clock, in nanoseconds."""
     end: Indices
-    """The same of the end; the start where the end is not known."""
 
     @classmethod
-    def of(cls, nodes: pl.DataFrame) -> Clocks:
+    def of(cls, nodes: pl.DataFrame, forest: SpanForest) -> Clocks:
         """Read the clocks of described spans."""
-        named = pl.col("ProcessId") != ""
-        start = pl.col("Timestamp").cast(pl.Int64)
-        facts = nodes.select(
-            name=pl.when(named).then("ProcessId").otherwise(pl.lit(FOREIGN) + pl.col("ServiceName")),
-            seq=pl.when(named & ~pl.col("ProcessId").str.starts_with(FOREIGN))
-            .then(pl.col("Seq").cast(pl.Int64, strict=False).fill_null(0))
-            .otherwise(start),
-            start=start,
-            end=start + pl.col("Duration").cast(pl.Int64, strict=False).fill_null(0),
-        )
-        process = facts["name"].cast(pl.Enum(facts["name"].unique().sort())).to_physical().cast(pl.Int64)
-        return cls(*(np.append(column.to_numpy(), -1) for column in (process, facts["seq"], facts["start"], facts["end"])))
+        facts = times(nodes)
+        rank = facts["Process"].cast(pl.Enum(facts["Process"].unique().sort())).to_physical().cast(pl.Int64)
+        seq = facts["Seq"].cast(pl.Int64, strict=False).fill_null(0)
+        process, seq, start, end = (np.append(column.to_numpy(), -1) for column in (rank, seq, facts["Start"], facts["End"]))
+        inside = process[forest.parent] == process
+        outermost = follow(np.where(inside, forest.parent, np.arange(forest.size + 1)))
+        return cls(process, forest.parent[outermost], seq, start, end)
+
+    def paths(self, spans: Indices) -> Indices:
+        """Return the path of each span, a row each: nodes from the outermost on, and the virtual root beyond the end."""
+        from_innermost = chains(spans, self.caller)
+        # Every level but the innermost ones begins with the virtual root, which goes to the end of its row.
+        return np.take_along_axis(from_innermost, self.last_steps(from_innermost)[:, None] - np.arange(from_innermost.shape[1]), axis=1)
+
+    def last_steps(self, path: Indices) -> Indices:
+        """Return the place in each path of its own span."""
+        return (self.process[path] >= 0).sum(axis=1) - 1
 
 
-def paths(forest: SpanForest, clocks: Clocks, spans: Indices) -> Indices:
-    """Return the path of each span, a row each: nodes from the outermost on, and `forest.size` beyond the end."""
-    inside = clocks.process[forest.parent] == clocks.process
-    above = forest.parent[follow(np.where(inside, forest.parent, np.arange(forest.size + 1)))]
-    levels = [spans]
-    while (levels[-1] != forest.size).any():
-        levels.append(above[levels[-1]])
-    from_innermost = np.stack(levels, axis=1)
-    # Every level but the innermost ones begins with `forest.size`, which goes to the end of its row.
-    return np.take_along_axis(from_innermost, last_steps(clocks, from_innermost)[:, None] - np.arange(len(levels)), axis=1)
+def order(clocks: Clocks, events: pl.DataFrame, path: Indices) -> Indices:
+    """Return the rows of events sorted by attempt (Number) and, inside it, by path.
 
-
-def last_steps(clocks: Clocks, path: Indices) -> Indices:
-    """Return the place in each path of its own span."""
-    return (clocks.process[path] >= 0).sum(axis=1) - 1
-
-
-def order(clocks: Clocks, path: Indices, events: pl.DataFrame) -> Indices:
-    """Return the rows of events sorted by attempt and, inside it, by path.
-
-    Args:
-        clocks: of all spans.
-        path: the events' paths.
-        events: Number of the attempt, IsCall (calls alone define the order of processes, and place tool calls), ByGateway, and TraceId and
-            SpanId, which break ties: no two events have the same.
+    Calls alone (IsCall) define the order of processes, and place tool calls. SPAN breaks ties: no two events have the same.
     """
     attempt, is_call, by_gateway = (events[name].to_numpy() for name in ("Number", "IsCall", "ByGateway"))
     tie_break = events.select(pl.struct(SPAN).rank("dense").cast(pl.Int64)).to_series().to_numpy()
-    count, last = len(events), last_steps(clocks, path)
+    count, last = len(events), clocks.last_steps(path)
     leaf = path[np.arange(count), last]
     taken = np.empty(count, dtype=np.int64)
     taken[np.lexsort((tie_break, clocks.seq[leaf], clocks.process[leaf], attempt))] = np.arange(count)

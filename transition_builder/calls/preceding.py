@@ -5,13 +5,13 @@ Invariant: only what one process itself saw end before, or count before, comes b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
 from transition_builder.calls.agents import Agents
-from transition_builder.calls.forest import Indices, Mask, SpanForest
-from transition_builder.calls.order import Clocks, last_steps, paths
+from transition_builder.calls.forest import Indices, Mask, SpanForest, chains
+from transition_builder.calls.order import Clocks
 
 NO_CALL = -1
 """Row number in place of a call: none came before."""
@@ -36,25 +36,19 @@ class Events:
     """Span of the agent that each lies in; the forest's size where there is none."""
     tool: Indices
     """Tool call that each lies in; the forest's size where there is none."""
+    first: Indices
+    """First row of each one's attempt."""
 
     @classmethod
     def of(
         cls, forest: SpanForest, clocks: Clocks, agents: Agents, path: Indices, node: Indices, attempt: Indices, is_call: Mask, useful: Mask
     ) -> Events:
         """Describe sorted events; `path` are those of their own spans, `node` their outermost spans."""
-        outermost_path, path, rows = paths(forest, clocks, node), path.copy(), np.arange(len(node))
-        at = last_steps(clocks, outermost_path)
+        outermost_path, path, rows = clocks.paths(node), path.copy(), np.arange(len(node))
+        at = clocks.last_steps(outermost_path)
         path[rows, at] = outermost_path[rows, at]
-        return cls(node, attempt, path, is_call, useful, agents.agent[forest.parent[node]], agents.tool[forest.parent[node]])
-
-    def take(self, rows: Indices) -> Events:
-        """Return the given rows."""
-        return Events(*(getattr(self, column.name)[rows] for column in fields(self)))
-
-    @property
-    def first(self) -> Indices:
-        """Return the first row of each one's attempt."""
-        return np.searchsorted(self.attempt, self.attempt)
+        agent, tool = (around[forest.parent[node]] for around in (agents.agent, agents.tool))
+        return cls(node, attempt, path, is_call, useful, agent, tool, np.searchsorted(attempt, attempt))
 
 
 def came_before(forest: SpanForest, clocks: Clocks, agents: Agents, events: Events) -> Indices:
@@ -65,7 +59,7 @@ def came_before(forest: SpanForest, clocks: Clocks, agents: Agents, events: Even
     earlier[earlier < events.first] = NO_CALL
     call_at = np.full(forest.size + 1, NO_CALL, dtype=np.int64)
     call_at[events.node[events.useful]] = rows[events.useful]
-    best = call_at[forest.nearest(call_at[:-1] != NO_CALL)[forest.parent[events.node]]]
+    best = call_at[forest.enclosing(call_at[:-1] != NO_CALL)[events.node]]
     best[(best >= rows) | (best < events.first)] = NO_CALL
 
     bound, score = _bound(forest, agents, events), np.full(len(rows), -1, dtype=np.int64)
@@ -88,13 +82,10 @@ def came_before(forest: SpanForest, clocks: Clocks, agents: Agents, events: Even
 
 def _relation(forest: SpanForest, agents: Agents, of_call: Indices, of_event: Indices) -> Indices:
     """Return a number for how near a call's agent is to an event's: the larger, the nearer."""
-    size, in_agents = forest.size, (of_call != forest.size) & (of_event != forest.size)
-    relation = np.where(in_agents & agents.alike(of_call, of_event), _NAMESAKE, _OTHER)
-    enclosing = np.where(in_agents, of_event, size)
-    while (enclosing != size).any():
-        relation = np.where((enclosing == of_call) & in_agents, _ENCLOSING + forest.depth[of_call], relation)
-        enclosing = np.where(enclosing == of_call, size, agents.around[enclosing])
-    return relation
+    in_agents = (of_call != forest.size) & (of_event != forest.size)
+    encloses = (chains(of_event, agents.around) == of_call[:, None]).any(axis=1)
+    relation = np.where(encloses, _ENCLOSING + forest.depth[of_call], np.where(agents.alike(of_call, of_event), _NAMESAKE, _OTHER))
+    return np.where(in_agents, relation, _OTHER)
 
 
 def _bound(forest: SpanForest, agents: Agents, events: Events) -> Indices:
@@ -120,7 +111,7 @@ def _before(clocks: Clocks, events: Events, calls: Indices, later: Indices) -> M
     at = np.argmax(differ, axis=1)
     same = processes[0][rows, at] == processes[1][rows, at]
     # One path goes through a process, the other comes straight to the gateway that recorded both.
-    left_last, right_last = last_steps(clocks, left), last_steps(clocks, right)
+    left_last, right_last = clocks.last_steps(left), clocks.last_steps(right)
     from_one_process = ~same & ((left_last == at) | (right_last == at)) & (processes[0][rows, left_last] == processes[1][rows, right_last])
     call, event = left[rows, np.where(from_one_process, left_last, at)], right[rows, np.where(from_one_process, right_last, at)]
     counted = clocks.seq[call] < clocks.seq[event]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import polars as pl
 
 from transition_builder import dialects
-from transition_builder.calls.forest import SpanForest
+from transition_builder.calls.forest import SpanForest, nodes_of
 from transition_builder.completeness.resolve import NAMED
 from transition_builder.schemas import SPAN
 
@@ -15,14 +14,11 @@ _ANSWERING = ["Timestamp", "ServiceName", "SpanName", "ScopeName", "StatusCode",
 
 
 def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return openai-level spans without a gateway call below them.
+    """Return openai-level spans without a gateway call below them: TraceId, SpanId, Timestamp, ServiceName and SpanName.
 
     Args:
         spans: SPANS.
         calls: CALLS; those that do not name their rollout cover nothing here, because they may turn out to belong to no rollout.
-
-    Returns:
-        TraceId, SpanId, Timestamp, ServiceName and SpanName of each.
     """
     links = [*SPAN, "ParentSpanId"]
     recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
@@ -35,12 +31,9 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     holders = pl.concat([apart, _holders(spans, real.join(parents, on=SPAN, how="semi")["row"])])
     own = real.select(links).unique(SPAN, keep="first", maintain_order=True)
     nodes = pl.concat([own, recorded.unique(SPAN, maintain_order=True).join(own, on=SPAN, how="anti")])
-    numbers = nodes.select(SPAN).with_row_index("node")
-    holds = np.zeros(nodes.height, dtype=np.bool_)
-    holds[numbers.join(holders, on=SPAN, how="semi")["node"].to_numpy()] = True
-    covered = SpanForest.of_spans(nodes).nearest(holds)[numbers.join(recorded, on=SPAN, how="semi")["node"].to_numpy()]
-    covered_spans = nodes[covered[covered != nodes.height]]
-    return apart.join(covered_spans, on=SPAN, how="anti", maintain_order="left")
+    forest = SpanForest.of_spans(nodes)
+    covered = forest.nearest(forest.mask(nodes_of(holders, nodes)))[nodes_of(recorded, nodes)]
+    return apart.join(nodes[covered[covered != forest.size]], on=SPAN, how="anti", maintain_order="left")
 
 
 def _holders(spans: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
@@ -48,5 +41,4 @@ def _holders(spans: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
     among = spans.select(*SPAN, *_ANSWERING)[rows]
     if among.height:
         among = among.filter(dialects.holds_answer(among))
-    keys = among.select(*SPAN, "Timestamp", "ServiceName", "SpanName")
-    return keys.unique(SPAN, keep="first", maintain_order=True)
+    return among.select(*SPAN, "Timestamp", "ServiceName", "SpanName").unique(SPAN, keep="first", maintain_order=True)
