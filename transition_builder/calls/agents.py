@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +49,7 @@ def agent_names(nodes: pl.DataFrame, forest: SpanForest, spans: Indices) -> pl.S
     The nearest ancestor that names an agent; else the outermost CHAIN (LangGraph's plain graphs); else the
     service of the nearest span that is neither the gateway's nor the runner's root; else of the nearest at all.
     """
-    searches: list[tuple[Callable[[Mask], Indices], pl.Expr, str]] = [
+    searches = [
         (forest.nearest, pl.col("AgentName").is_not_null(), "AgentName"),
         (forest.outermost, pl.col("IsChain"), "SpanName"),
         (forest.nearest, ~IS_GATEWAY & (pl.col("SpanName") != semconv.ROOT_SPAN_NAME), "ServiceName"),

@@ -54,7 +54,8 @@ def parents(events: Events, before: Indices, choices: pl.DataFrame, by_event: In
                 if prompt and (longest := _longest_prefix_parent(prompt, conversations)) is not None:
                     parent[call], choice[call], continues[call] = *longest, True
             if useful[call]:
-                answered = [(prompt_of(row), response_of(row), row) for row in own_rows]
+                prompts = (prompt, *map(prompt_of, own_rows[1:]))
+                answered = zip(prompts, map(response_of, own_rows), own_rows, strict=True)
                 conversations[call] = [conversation for conversation in answered if conversation[1]]
     return np.array(parent, dtype=np.int64), np.array(choice, dtype=np.int64), np.array(continues, dtype=np.bool_)
 

@@ -49,16 +49,6 @@ class CallGroups:
         return self.distance != _NOT_OF_CALL
 
     @cached_property
-    def gateway(self) -> Mask:
-        """Return a mask of the gateway's spans."""
-        return self.distance == GATEWAY
-
-    @property
-    def client(self) -> Mask:
-        """Return a mask of clients' spans."""
-        return self.distance == CLIENT
-
-    @cached_property
     def roots(self) -> Indices:
         """Return the outermost span of each span's group; the forest's size for those of no call."""
         return self.tree.outermost(self.member)
@@ -66,12 +56,7 @@ class CallGroups:
     @cached_property
     def clients(self) -> Indices:
         """Return the outermost client span above each span, or the span itself; the forest's size where there is none."""
-        return self.tree.outermost(self.client)
-
-    @cached_property
-    def above_gateway(self) -> Mask:
-        """Return a mask of the spans with a gateway's below them."""
-        return self.tree.above(self.gateway)
+        return self.tree.outermost(self.distance == CLIENT)
 
     @property
     def tops(self) -> Mask:
@@ -86,16 +71,16 @@ class CallGroups:
 
         Each innermost client span is a call, else each innermost framework span, else the engine's, else the outermost suspect.
         """
-        framework, suspect, engine = (self.distance == kind for kind in (FRAMEWORK, REQUEST, ENGINE))
-        above_asked = self.tree.above(self.client | framework)
-        clients = self.client & ~self.tree.above(self.client)
-        frameworks = framework & ~above_asked & ~self._below(self.client)
+        engine, gateway, suspect, client, framework = (self.distance == kind for kind in range(5))
+        above_asked = self.tree.above(client | framework)
+        clients = client & ~self.tree.above(client)
+        frameworks = framework & ~above_asked & ~self._below(client)
         # An engine's span directly below a bare request is the call.
         below_suspect = np.append(suspect, False)[self.roots[:-1]] & (self.tree.depth[:-1] == 2) & ~above_asked
         engines = engine & (self.tops | below_suspect)
         suspects = suspect & self.tops & ~self.tree.above(self.member & ~suspect)
-        unavailable = self.gateway | self.above_gateway | self._below(self.gateway) | np.append(self.absorbed, False)[self.roots[:-1]]
-        return np.flatnonzero((clients | frameworks | engines | suspects) & ~unavailable)
+        covered = self.tree.above(gateway) | self._below(gateway) | np.append(self.absorbed, False)[self.roots[:-1]]
+        return np.flatnonzero((clients | frameworks | engines | suspects) & ~covered)
 
     def id_spans(self, innermost: Indices, holds_ids: Mask) -> Indices:
         """Return the span that names each call: the innermost with token ids among those of this call alone, else the innermost."""
@@ -104,7 +89,7 @@ class CallGroups:
 
     def representatives(self, spans: Indices) -> Indices:
         """Return the nearest client span above each span, else the nearest framework span."""
-        client, framework = (self.tree.nearest(kind)[spans] for kind in (self.client, self.distance == FRAMEWORK))
+        client, framework = (self.tree.nearest(self.distance == kind)[spans] for kind in (CLIENT, FRAMEWORK))
         return np.where(client != self.tree.size, client, framework)
 
     def retried(self, calls: Indices) -> Indices:
@@ -115,7 +100,8 @@ class CallGroups:
 
     def chained(self, calls: Indices) -> Indices:
         """Return the gateway span above each gateway span; size where there is none."""
-        return np.where(self.gateway[calls], self.tree.enclosing(self.gateway)[calls], self.tree.size)
+        gateway = self.distance == GATEWAY
+        return np.where(gateway[calls], self.tree.enclosing(gateway)[calls], self.tree.size)
 
     def owners(self, calls: Indices, used: Mask) -> Indices:
         """Return the call that each span belongs to: above calls (which are in order) the last used one; below a call, that one."""

@@ -88,20 +88,14 @@ def order(clocks: Clocks, events: pl.DataFrame, path: Indices) -> Indices:
         if uneven:
             recorded_directly = _recorded_directly(common_prefix, last, level, by_gateway, clocks.process[leaf], is_call)
             key = np.where(recorded_directly, np.where(is_call, taken, count + process), key)
-            common_prefix = _numbered(common_prefix, process, seq)
+            common_prefix = _numbered(_numbered(common_prefix, process), seq)
         keys += [np.where(process < 0, -1, key), seq]
     return np.lexsort((tie_break, *reversed(keys), attempt))
 
 
-def _numbered(*keys: Indices) -> Indices:
-    """Return a number for each distinct combination."""
-    at = np.lexsort(keys)
-    differs = np.zeros(len(at), dtype=np.bool_)
-    for key in keys:
-        differs[1:] |= key[at][1:] != key[at][:-1]
-    numbers = np.empty(len(at), dtype=np.int64)
-    numbers[at] = np.cumsum(differs)
-    return numbers
+def _numbered(group: Indices, values: Indices) -> Indices:
+    """Return a number for each distinct pair."""
+    return np.unique(group * len(group) + np.unique(values, return_inverse=True)[1], return_inverse=True)[1]
 
 
 def _least(group: Indices, values: Indices) -> Indices:
@@ -116,9 +110,7 @@ def _recorded_directly(group: Indices, last: Indices, level: int, by_gateway: Ma
 
     Only where one gateway recorded all of them: the counts of two are as little comparable as their clocks.
     """
-
-    def any_call(which: Mask) -> Mask:
-        return (np.bincount(group[which & is_call], minlength=len(group)) > 0)[group]
-
     another = recorder != _least(group, np.where(is_call, recorder, np.iinfo(np.int64).max))
-    return any_call(last == level) & any_call(last > level) & ~any_call(~by_gateway | another)
+    kinds = (last == level, last > level, ~by_gateway | another)
+    direct, indirect, incomparable = (np.isin(group, group[is_call & kind]) for kind in kinds)
+    return direct & indirect & ~incomparable

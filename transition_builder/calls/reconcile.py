@@ -81,6 +81,7 @@ def _rules(spec: BuilderSettings) -> list[Rule]:
     retokenized, tokens, versions = pl.col("IdsSource") == RETOKENIZED, prompt + response, pl.col("Versions.Version")
     unknown_sampling = pl.any_horizontal(pl.col(name).is_null() for name in SAMPLING)
     mixed = pl.lit(spec.mixed_versions == "drop") & (versions.list.n_unique() > 1)
+    max_tokens = pl.lit(spec.max_tokens, pl.Int64)
     # Calls of held-out rollouts are measured and never trained, so they stay.
     reshaped = (
         pl.lit(spec.reshaped == "drop") & ~pl.col("Mode").is_in([mode.value for mode in HELD_OUT_MODES]) & (pl.col("Reshaping") != "")
@@ -108,11 +109,7 @@ def _rules(spec: BuilderSettings) -> list[Rule]:
         (DropReason.OTHER_TOKENIZER, pl.col("TokenizerHash") != pl.lit(spec.tokenizer_hash, pl.String), pl.col("TokenizerHash")),
         (DropReason.MIXED_VERSIONS, mixed, pl.format("versions {}", versions.cast(pl.List(pl.String)).list.join(", "))),
         (DropReason.OTHER_DISTRIBUTION, reshaped, pl.format("sampled with {}", "Reshaping")),
-        (
-            DropReason.OVER_LENGTH,
-            tokens > pl.lit(spec.max_tokens, pl.Int64),
-            pl.format(f"{{}} tokens; builder.max_tokens = {spec.max_tokens}", tokens),
-        ),
+        (DropReason.OVER_LENGTH, tokens > max_tokens, pl.format("{} tokens; builder.max_tokens = {}", tokens, max_tokens)),
         (DropReason.NO_REWARD, pl.col("fault").is_not_null(), pl.col("fault")),
     ]
 

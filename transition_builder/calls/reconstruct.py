@@ -71,8 +71,8 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     clocks, unsorted = Clocks.of(nodes, forest), _events(choices, tools)
     path = clocks.paths(unsorted["Node"].to_numpy())
     sort = order(clocks, unsorted, path)
-    path, *columns = (values[sort] for values in (path, *unsorted.select("Number", "IsCall", "Row", "Node", "Innermost")))
-    attempt, is_call, row, span, leaf = (column.to_numpy() for column in columns)
+    path = path[sort]
+    attempt, is_call, row, span, leaf = (unsorted[name].to_numpy()[sort] for name in ("Number", "IsCall", "Row", "Node", "Innermost"))
     calls, ran = np.flatnonzero(is_call), np.flatnonzero(~is_call)
     innermost, tools = leaf[calls], tools[row[ran]]
     event_of_span = np.full(forest.size + 1, NO_CALL)

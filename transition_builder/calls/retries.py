@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from transition_builder.calls.call_groups import CallGroups
+from transition_builder.calls.call_groups import CLIENT, CallGroups
 from transition_builder.calls.forest import Indices, Mask
 from transition_builder.schemas import ATTEMPT, CHOICE, SPAN
 
@@ -38,7 +38,7 @@ def unused(nodes: pl.DataFrame, groups: CallGroups, calls: Indices, outcome: pl.
 
 def _answered(nodes: pl.DataFrame, groups: CallGroups, heads: Indices, answers: pl.DataFrame) -> set[tuple[int, str]]:
     """Return the response ids that clients' spans name, nested clients included, each with the outer client's node."""
-    clients = np.flatnonzero(groups.client & np.isin(groups.clients[:-1], heads))
+    clients = np.flatnonzero((groups.distance == CLIENT) & np.isin(groups.clients[:-1], heads))
     spans = nodes.select(*SPAN, "ResponseId")[clients].with_columns(head=groups.clients[clients])
     raw = spans.drop("ResponseId").join(answers.select(*SPAN, "ResponseId"), on=SPAN)
     named = pl.concat([part.select("head", "ResponseId") for part in (spans, raw)])

@@ -69,16 +69,15 @@ def link(
 ) -> tuple[SpanForest, CallGroups]:
     """Return the forest and the groups with those of one call hung below each other, in every attempt that has anything to match."""
     tops = np.flatnonzero(groups.tops)
-    unrecorded = ~(groups.above_gateway | groups.gateway)[tops]
+    unrecorded = ~np.isin(tops, groups.roots[:-1][groups.distance == GATEWAY])
     if not unrecorded.any():
         return forest, groups
-    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, unrecorded=unrecorded)
-    # A single unrecorded group needs no matching; beside linked ones it may have ended in an error before it
-    # reached the gateway.
-    ambiguous = attempts.filter(pl.col("unrecorded").any().over(ATTEMPT) & (pl.len().over(ATTEMPT) > 1))
-    known = _call_spans(nodes, forest, groups, recorded, answers, ambiguous["top"].to_numpy())
+    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, unrecorded=unrecorded).group_by(ATTEMPT).agg("top", "unrecorded")
+    # A single unrecorded group needs no matching; beside linked ones it may have ended in an error before it reached the gateway.
+    ambiguous = attempts.filter(pl.col("unrecorded").list.any() & (pl.col("top").list.len() > 1))["top"]
+    known = _call_spans(nodes, forest, groups, recorded, answers, ambiguous.explode().to_numpy())
     below, absorbed = dict[int, int](), list[int]()
-    for of_attempt in ambiguous.group_by(ATTEMPT, maintain_order=True).agg("top")["top"].to_list():
+    for of_attempt in ambiguous.to_list():
         ordered = sorted((known[top] for top in of_attempt), key=lambda group: group.start_key)
         links = _links(ordered)
         below |= {lower: known[upper].innermost for lower, upper in links.items()}
