@@ -116,11 +116,11 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
             "Order": number - number[events.first],
             "ParentCallId": call_ids[parent_row],
             "Branch": branch,
-            "Components": components(nodes, forest, groups.member, outermost),
-            "Tools": listed(caused["ToolName"].fill_null(""), cause, len(sort)),
         }
-    )
-    return Reconstructed(choices.with_columns(*places[event_of_row], DuplicateOf=duplicate_of), caused)
+    )[event_of_row]
+    around = components(nodes, forest, groups.member, outermost[event_of_row])
+    ran_tools = listed(caused["ToolName"].fill_null(""), cause, len(sort))[event_of_row]
+    return Reconstructed(choices.with_columns(*places, Components=around, Tools=ran_tools, DuplicateOf=duplicate_of), caused)
 
 
 def _choices(nodes: pl.DataFrame, groups: CallGroups, recorded: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
