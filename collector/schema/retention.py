@@ -27,32 +27,43 @@ LOOK_SECONDS = 3600
 _POLL_SECONDS = 0.1
 
 _TRAINED = "SELECT RolloutId FROM spangrad_internal.batches"
+# Traces whose spans name several rollouts: of those, the key table keeps the least and the greatest.
+_SEVERAL = """SELECT TraceId FROM spangrad_internal.trace_rollouts
+    GROUP BY TraceId HAVING min(FirstRolloutId) != max(LastRolloutId)"""
+# All traces of rollout_spans with what their rows name, from tables of one row a trace. Of rollout_spans itself only those rows are read
+# that these do not cover: of a trace that names several rollouts, and log records, which name rollouts for themselves alone.
+_NAMES = f"""
+    SELECT TraceId, RolloutKey FROM spangrad_internal.trace_keys
+    UNION ALL
+    SELECT TraceId, arrayJoin([assumeNotNull(FirstRolloutId), assumeNotNull(LastRolloutId)]) AS RolloutKey
+    FROM spangrad_internal.trace_rollouts WHERE FirstRolloutId IS NOT NULL
+    UNION ALL
+    SELECT TraceId, RolloutKey FROM spangrad_internal.rollout_spans WHERE RowKind = 'evaluation_log'
+    UNION ALL
+    SELECT TraceId, RolloutKey FROM spangrad_internal.rollout_spans WHERE TraceId IN ({_SEVERAL})"""
 # Some spans of a trace are old, some are not. Rows of a trace that are not merged yet each know a part of it.
-# Every span that names a trained rollout, be it by session, conversation or trace, has that name as its RolloutKey.
+# Every span that names a trained rollout, be it by session, conversation or trace, has that name as its RolloutKey; so has some span
+# of every trace that the rollout has transitions in.
 _KEPT_TRACES = f"""
     SELECT TraceId FROM spangrad_internal.trace_rollouts
     WHERE (LastSeen >= {{cutoff}} OR IngestedAt >= {{cutoff}})
         AND TraceId IN (SELECT TraceId FROM spangrad_internal.trace_rollouts WHERE FirstSeen < {{cutoff}})
     UNION ALL
-    SELECT TraceId FROM spangrad_internal.rollout_spans WHERE RolloutKey IN ({_TRAINED}) AND TraceId != ''
-    UNION ALL
-    SELECT TraceId FROM spangrad_internal.transitions WHERE RolloutId IN ({_TRAINED}) AND TraceId != ''"""
+    SELECT TraceId FROM ({_NAMES}) WHERE RolloutKey IN ({_TRAINED}) AND TraceId != ''"""
 _OLD_TRACE = f"TraceId NOT IN ({_KEPT_TRACES})"
 _OLD_SPAN = f"Timestamp < {{cutoff}} AND {_OLD_TRACE}"
 _OLD_TYPED = f"IngestedAt < {{cutoff}} AND RolloutKey NOT IN ({_TRAINED}) AND {_OLD_SPAN}"
 # All derived rows of a rollout are deleted at once, and after its spans, which are already deleted when this is evaluated.
 _OLD_DERIVED = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND RolloutId NOT IN (
-    SELECT RolloutKey FROM spangrad_internal.rollout_spans WHERE RolloutKey IN (SELECT RolloutId FROM spangrad_internal.{{table}}
-        WHERE IngestedAt < {{cutoff}})
-    UNION ALL
-    SELECT RolloutId FROM spangrad_internal.transitions
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}})
-    UNION ALL
-    SELECT RolloutId FROM spangrad_internal.drops
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}})
-    UNION ALL
-    SELECT RolloutId FROM spangrad_internal.builds
-    WHERE IngestedAt >= {{cutoff}} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}}))"""
+    SELECT RolloutId FROM (
+        SELECT RolloutKey AS RolloutId FROM spangrad_internal.rollout_spans
+        UNION ALL
+        SELECT RolloutId FROM spangrad_internal.transitions WHERE IngestedAt >= {{cutoff}}
+        UNION ALL
+        SELECT RolloutId FROM spangrad_internal.drops WHERE IngestedAt >= {{cutoff}}
+        UNION ALL
+        SELECT RolloutId FROM spangrad_internal.builds WHERE IngestedAt >= {{cutoff}})
+    WHERE RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}}))"""
 _NAMES_TRAINED = " OR ".join(
     f"LogAttributes['{name}'] IN ({_TRAINED})" for name in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id")
 )
@@ -65,7 +76,7 @@ OLD = {
     "otel_logs": f"{_OLD_SPAN} AND NOT ({_NAMES_TRAINED})",
     "dropped_attributes": f"IngestedAt < {{cutoff}} AND {_OLD_SPAN}",
     "trace_keys": "IngestedAt < {cutoff} AND (TraceId, RolloutKey) NOT IN (SELECT TraceId, RolloutKey"
-    " FROM spangrad_internal.rollout_spans)",
+    " FROM spangrad_internal.rollout_spans WHERE RolloutKey IN (SELECT RolloutKey FROM spangrad_internal.trace_keys))",
     "trace_rollouts": f"LastSeen < {{cutoff}} AND IngestedAt < {{cutoff}} AND {_OLD_TRACE}",
     "rewards": _OLD_DERIVED,
     "transitions": _OLD_DERIVED,
