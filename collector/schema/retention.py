@@ -125,8 +125,10 @@ def expire(
     """
     stop = stop or threading.Event()
     expired: list[Expired] = []
-    for table, condition in OLD.items():
-        old = layout.reading(condition.format(cutoff=f"fromUnixTimestamp({before})", table=table))
+    for table in OLD:
+        old = _old(table, before, layout)
+        if reason := _cancel_failed(execute, table, layout):
+            report(f"cancelled an earlier deletion of old rows of {stored(table)}, which had failed: {reason}")
         _await_deletions(execute, table, layout, stop)
         if stop.is_set():
             return expired
@@ -135,25 +137,64 @@ def expire(
         if not rows:
             continue
         # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
-        execute(
-            f"ALTER TABLE {stored(layout.local(table))}{layout.on_cluster} DELETE WHERE {old}"
-            " SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1"
-        )
+        execute(f"{deletion(table, before, layout, layout.on_cluster)} SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1")
         _await_deletions(execute, table, layout, stop)
         expired.append(Expired(table, rows))
         report(f"deleted {rows} old rows of {stored(table)}")
     return expired
 
 
+def deletion(table: str, before: int, layout: Layout, on_cluster: str = "") -> str:
+    """Return the statement that deletes a table's rows older than a point in time, in seconds since 1970."""
+    return f"ALTER TABLE {stored(layout.local(table))}{on_cluster} DELETE WHERE {_old(table, before, layout)}"
+
+
+def _old(table: str, before: int, layout: Layout) -> str:
+    return layout.reading(OLD[table].format(cutoff=f"fromUnixTimestamp({before})", table=table))
+
+
+def _unfinished(table: str, layout: Layout) -> str:
+    """Return the condition of a server's unfinished mutations of a table, as rows of system.mutations."""
+    return f"database = '{stored(table).split('.')[0]}' AND table = '{layout.local(table)}' AND NOT is_done AND NOT is_killed"
+
+
+def _mutations(layout: Layout) -> str:
+    return f"clusterAllReplicas('{layout.cluster}', system.mutations)" if layout.cluster else "system.mutations"
+
+
+def _cancel_failed(execute: Execute, table: str, layout: Layout) -> str:
+    """Cancel the table's failed deletions of earlier runs, which the database would try again for ever.
+
+    Returns:
+        The reason of the failure; empty: none had failed.
+    """
+    # Of any earlier day; whatever else was asked for, by users or by other versions of the rule, is not ours to cancel. Both texts are
+    # formatted by the server itself. By text, not by id: on another shard the same id is another mutation.
+    own = deletion(table, 0, layout).replace("\\", "\\\\").replace("'", "\\'")
+    alter = f"ALTER TABLE {stored(layout.local(table))} "
+    of_day_0 = "replaceRegexpAll(command, 'fromUnixTimestamp\\\\(\\\\d+\\\\)', 'fromUnixTimestamp(0)')"
+    failed = (
+        f"{_unfinished(table, layout)} AND latest_fail_reason != ''"
+        f" AND formatQuerySingleLineOrNull(concat('{alter}', {of_day_0})) = formatQuerySingleLine('{own}')"
+    )
+    reason = execute(f"SELECT max(latest_fail_reason) FROM {_mutations(layout)} WHERE {failed}").rstrip("\n")
+    if reason:
+        execute(f"KILL MUTATION{layout.on_cluster} WHERE {failed}")
+    return reason[:500]
+
+
 def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threading.Event) -> None:
-    """Wait for the table's deletions; poll, since they may take longer than a connection lives."""
-    mutations = f"clusterAllReplicas('{layout.cluster}', system.mutations)" if layout.cluster else "system.mutations"
-    database = stored(table).split(".")[0]
-    unfinished = f"FROM {mutations} WHERE database = '{database}' AND table = '{layout.local(table)}' AND NOT is_done"
+    """Wait for the table's mutations; poll, since they may take longer than a connection lives."""
+    sql = f"""SELECT count(), argMax(mutation_id, latest_fail_reason), max(latest_fail_reason)
+        FROM {_mutations(layout)} WHERE {_unfinished(table, layout)}"""
     while not stop.is_set():
-        count, reason = execute(f"SELECT count(), max(latest_fail_reason) {unfinished}").rstrip("\n").split("\t")
+        count, mutation, reason = execute(sql).rstrip("\n").split("\t")
         if reason:
-            raise StoreError(f"old rows of {stored(table)} can't be deleted: {reason[:500]}")
+            raise StoreError(
+                f"old rows of {stored(table)} can't be deleted, as its mutation {mutation} fails: {reason[:500]}. Remove the cause;"
+                f" or, if the mutation is your own, cancel it by KILL MUTATION WHERE mutation_id = '{mutation}'"
+                f" AND table = '{layout.local(table)}'. Expiry's own is cancelled by its next run."
+            )
         if count == "0":
             return
         stop.wait(_POLL_SECONDS)

@@ -12,11 +12,13 @@ import pytest
 from clickhouse_connect.driver.client import Client
 
 from collector.schema.cluster import Layout
-from collector.schema.retention import OLD, expire
+from collector.schema.retention import OLD, Expired, deletion, expire
+from spangrad.errors import StoreError
+from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect, executing
 from spangrad.store.names import stored
-from tests.support.retention_stores import RandomStore, Row
+from tests.support.retention_stores import OLD_DAY, RandomStore, Row
 from tests.support.servers import running_store, store_settings
 
 BEFORE = 3786912000
@@ -108,3 +110,34 @@ def test_expire_random_stores_keep_what_the_rule_says(own_store: StoreSettings) 
             assert before[table] != expected[table] != [], f"the stores say nothing about {table}"
         expire(execute, BEFORE, Layout())
         assert read(client) == expected
+
+
+def await_failure(execute: Callable[[str], str]) -> None:
+    failed = "SELECT count() FROM system.mutations WHERE table = 'claims' AND latest_fail_reason != ''"
+    wait_until(lambda: execute(failed) == "1\n", 30, "a failed mutation", [], poll_seconds=0.05)
+
+
+def test_expire_failed_deletion_of_earlier_run_is_cancelled(own_store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Fails on the day before alone.
+    throws = f"throwIf(RolloutId = 'poison' AND toUnixTimestamp({{cutoff}}) = {BEFORE - 86400})"
+    monkeypatch.setitem(OLD, "claims", f"IngestedAt < {{cutoff}} AND RolloutId != 'it''s \\\\' AND {throws} = 0")
+    with closing(connect(own_store)) as client, executing(own_store) as execute:
+        insert(client, "claims", [{"RolloutId": "poison", "IngestedAt": OLD_DAY}])
+        execute(f"{deletion('claims', BEFORE - 86400, Layout())} SETTINGS mutations_sync = 0")
+        await_failure(execute)
+        lines: list[str] = []
+        assert expire(execute, BEFORE, Layout(), report=lines.append) == [Expired("claims", 1)]
+        assert "cancelled an earlier deletion of old rows of spangrad_internal.claims" in lines[0]
+        assert "throwIf" in lines[0]
+        assert execute("SELECT count() FROM spangrad_internal.claims") == "0\n"
+
+
+def test_expire_failed_deletion_of_user_is_named_and_left(own_store: StoreSettings) -> None:
+    with closing(connect(own_store)) as client, executing(own_store) as execute:
+        insert(client, "claims", [{"RolloutId": "poison", "IngestedAt": OLD_DAY}])
+        execute("ALTER TABLE spangrad_internal.claims DELETE WHERE throwIf(RolloutId = 'poison') SETTINGS mutations_sync = 0")
+        await_failure(execute)
+        mutation = execute("SELECT mutation_id FROM system.mutations WHERE table = 'claims' AND NOT is_done").strip()
+        with pytest.raises(StoreError, match=rf"mutation {mutation} fails: .* KILL MUTATION WHERE mutation_id = '{mutation}'"):
+            expire(execute, BEFORE, Layout())
+        assert execute("SELECT mutation_id FROM system.mutations WHERE table = 'claims' AND NOT is_done").strip() == mutation

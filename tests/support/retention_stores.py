@@ -72,9 +72,14 @@ class RandomStore:
             if self._likely(0.2):
                 span |= {"Events.Timestamp": [day], "Events.Name": ["gen_ai.evaluation.result"], "Events.Attributes": [{}]}
             self._add("otel_traces", span)
-            yield next((attributes[key] for key in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id") if key in attributes), trace)
+            yield next(
+                (attributes[key] for key in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id") if key in attributes), trace
+            )
             if self._likely(0.2):
-                self._add("dropped_attributes", {"Timestamp": day, "TraceId": trace, "SpanId": f"{trace}-{number}", "Attributes": 1, "IngestedAt": self._day()})
+                self._add(
+                    "dropped_attributes",
+                    {"Timestamp": day, "TraceId": trace, "SpanId": f"{trace}-{number}", "Attributes": 1, "IngestedAt": self._day()},
+                )
         if self._likely(0.5):
             self._log(trace)
         if self._likely(0.15):
