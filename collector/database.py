@@ -23,6 +23,8 @@ HANDLE_SETTINGS = {
     # Bytes that one statement may use; the database as a whole is bounded in chdb_config/config.xml.
     "max_memory_usage": 2 * 2**30,
     "max_partitions_per_insert_block": 0,
+    # Parts that a skip index excludes are left out of the plan; else each part is opened to ask its index, by a reader of its own.
+    "use_skip_indexes_on_data_read": 0,
     # A format's schema is given in the setting itself, never in a file that it names.
     "format_schema_source": "string",
 }
