@@ -99,7 +99,7 @@ def kept(tables: Tables) -> Tables:
     return after
 
 
-def test_expire_random_stores_keep_what_the_rule_says(own_store: StoreSettings) -> None:
+def test_expire_random_stores_keep_rows_of_plain_rule(own_store: StoreSettings) -> None:
     with closing(connect(own_store)) as client, executing(own_store) as execute:
         for delivery in zip(*(RandomStore(seed).deliveries for seed in range(STORES)), strict=True):
             for table in sorted({name for tables in delivery for name in tables}):

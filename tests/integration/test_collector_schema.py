@@ -340,3 +340,30 @@ def test_cutoff_keeps_whole_days(laid_out: tuple[Execute, Layout]) -> None:
     now = int(execute("SELECT toUnixTimestamp(now())"))
     age = now - cutoff(execute, 30)
     assert 30 * 86400 - 3700 <= age < 31 * 86400 + 3700
+
+
+def test_embedded_store_trace_lookup_plans_no_part_that_index_excludes(tmp_path: Path) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log"), executing(settings) as execute:
+        for day in (1, 2, 3):
+            span(execute, f"t{day}", "chat", f"2080-01-0{day}")
+        planned = "SELECT sum(value) FROM system.events WHERE event = 'SelectedParts'"
+        before = int(execute(planned))
+        assert execute("SELECT SpanId FROM otel.otel_traces WHERE TraceId = 't2'") == "chat\n"
+        assert int(execute(planned)) - before == 1
+
+
+@pytest.mark.parametrize("table", ["otel_traces", "otel_logs"])
+def test_embedded_store_closed_day_becomes_one_part(tmp_path: Path, table: str) -> None:
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "store.log") as child, executing(settings) as execute:
+        for trace in ("t1", "t2", "t3"):
+            span(execute, trace, "chat", OLD_DAY)
+            log(execute, trace, OLD_DAY)
+        parts = f"SELECT count(), sum(rows) FROM system.parts WHERE active AND table = '{table}'"
+        assert execute(parts) == "3\t3\n"
+        # A day, in a second.
+        day = "min_age_to_force_merge_seconds = "
+        assert f"{day}86400," in execute(f"SELECT engine_full FROM system.tables WHERE name = '{table}'")
+        execute(f"ALTER TABLE {stored(table)} MODIFY SETTING {day}1")
+        wait_until(lambda: execute(parts) == "1\t3\n", 120, "a merged day", [child], poll_seconds=0.1)

@@ -23,16 +23,20 @@ class RandomStore:
         self.seed = seed
         self.deliveries: list[dict[str, list[Row]]] = [{} for _ in range(DELIVERIES)]
         """Rows by table, of each delivery."""
+        self._inserts = self.deliveries
         self._random = random.Random(seed)
         choose = self._random.choice
         self._rollouts, self._sessions = self._names("rollout", 4), self._names("session", 2)
         self._conversations = self._names("conversation", 2)
         owned: dict[str, set[str]] = {}
         for trace in self._names("trace", 6):
-            named = self._random.sample(self._rollouts, choose([0, 0, 1, 1, 1, 2, 3, 4]))
+            # A row of trace_rollouts knows of one delivery alone.
+            self._inserts = self._random.sample(self.deliveries, choose([1, DELIVERIES]))
+            named = self._random.sample(self._rollouts, choose([0, 0, 1, 1, 2, 3, 4, 4]))
             days = choose([[OLD_DAY], [OLD_DAY], [NEW_DAY], [OLD_DAY, NEW_DAY]])
             for owner in self._trace(trace, named, days):
                 owned.setdefault(owner, set()).add(trace)
+        self._inserts = self.deliveries
         for _ in range(4):
             self._log(choose(["", *self._names("trace", 8)]))
         for name in [*self._rollouts, *self._sessions, *self._conversations, *self._names("trace", 6)]:
@@ -47,7 +51,7 @@ class RandomStore:
     def _add(self, table: str, row: Row) -> None:
         """Deliver a row, now and then twice."""
         for _ in range(2 if self._likely(0.2) else 1):
-            self._random.choice(self.deliveries).setdefault(table, []).append(row)
+            self._random.choice(self._inserts).setdefault(table, []).append(row)
 
     def _trace(self, trace: str, named: list[str], days: list[str]) -> Iterator[str]:
         """Add a trace whose spans name some rollouts, and sessions or none; yield the rollouts that its calls may be built for."""
