@@ -1,7 +1,8 @@
 """Fixtures that several parts' tests share, and how several processes share the tests.
 
 In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts three) whole files, so that what a file's tests share is
-started once. Invariant: all tests with a real vLLM run in one worker, so that at no time two of them start theirs.
+started once. Invariant: all tests with a real vLLM run in one worker, so that at no time two of them start theirs, and so do all tests
+with the shared optimizers under Ray.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -24,6 +25,9 @@ from spangrad.settings import Settings, StoreSettings
 from tests.support.processes import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
+
+if TYPE_CHECKING:
+    from tests.support.ray_optimizers import RayOptimizers
 
 DocsTable = Callable[[str, Sequence[str]], None]
 """Function of a page below docs/ and the lines of a table."""
@@ -43,10 +47,14 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     processes._SERVER_PORTS = processes._SERVER_PORTS[own]
 
 
-def _of_vllm(root: Path) -> set[str]:
-    """Return the test files whose every test takes a real vLLM, by what stands in them: only workers import them."""
-    files = Path(__file__).parent.rglob("test_*.py")
-    return {file.relative_to(root).as_posix() for file in files if re.search(r"^pytestmark = .*vllm", file.read_text(), re.M)}
+_SHARED = {"vllm": r"^pytestmark = .*vllm", "ray": r"\bray_optimizers: "}
+"""Group of test files -> what stands in each of them: one worker takes a group, since its servers cost more than any file's tests."""
+
+
+def _groups(root: Path) -> dict[str, str]:
+    """Return the groups of test files whose every test takes shared servers, by what stands in them: only workers import them."""
+    texts = {file.relative_to(root).as_posix(): file.read_text() for file in Path(__file__).parent.rglob("test_*.py")}
+    return {file: group for file, text in texts.items() for group, pattern in _SHARED.items() if re.search(pattern, text, re.M)}
 
 
 @functools.cache
@@ -86,12 +94,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = files_of_part({item.path for item in items}, part)
         config.hook.pytest_deselected(items=[item for item in items if item.path not in own])
         items[:] = [item for item in items if item.path in own]
-    of_vllm = _of_vllm(config.rootpath)
+    groups = _groups(config.rootpath)
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(config.rootpath).as_posix()
         if not path.startswith("tests/unit/"):
-            return 0 if path in of_vllm else 1
+            return 0 if groups.get(path) == "vllm" else 1
         return 2 if holds_laws(item.path) else 3
 
     items.sort(key=place)
@@ -105,15 +113,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out files one by one, those of vLLM as if they were one: xdist_group marks do nothing beside pytest 9."""
+    """Hand out files one by one, those of a group as if they were one: xdist_group marks do nothing beside pytest 9."""
     from xdist.scheduler import LoadFileScheduling
 
-    of_vllm = _of_vllm(config.rootpath)
+    groups = _groups(config.rootpath)
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "vllm" if file in of_vllm else file
+            return groups.get(file, file)
 
     return Files(config, log)
 
@@ -170,6 +178,16 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-model")
     build_model(directory, seed=0)
     return directory
+
+
+@pytest.fixture(scope="session")
+def ray_optimizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayOptimizers]:
+    """Yield verl's optimizers of `tiny_model` under one Ray, shared by the whole test run: `reset` gives them to a file."""
+    from tests.support.ray_optimizers import RayOptimizers
+
+    shared = RayOptimizers(tiny_model, tmp_path_factory.mktemp("ray-optimizers"))
+    yield shared
+    shared.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,10 @@
 """The same rows through the optimizer of one process and through verl's trainer with 2 ranks: the same loss and gradient.
 
-One Ray and two optimizers for the module; each test gives them another loss or estimator, and all of them step alike.
+Each test gives the shared optimizers another loss or estimator, and all of them step alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,19 @@ import polars as pl
 import pytest
 
 from spangrad.settings import TrainerSettings
-from tests.support.policies import NO_ALARM, chained, sampled_rows, trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, chained, sampled_rows, transition_row
+from tests.support.ray_optimizers import RayOptimizers, settings, use
 from tests.support.trainers import LOSS_OPTIONS, mostly_slow
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
-from trainer.distributed.cluster import Cluster
 from trainer.optim.optimizer import VerlOptimizer
 
 pytestmark = pytest.mark.timeout(600)
+BASE: dict[str, Any] = {"max_tokens_per_device": 1, "alarms__logprob": NO_ALARM}
+"""One micro-batch a row: what `clip_cov` and `kl_cov` compare is then the same on any number of ranks. Logprobs are made up."""
 ROWS = 7
 """Odd, so that two ranks need a no-op row."""
 NEAR = {"rel": 1e-3, "abs": 1e-6}
@@ -38,30 +39,14 @@ QUICK = {"vanilla", "gspo", "grpo", "gae"}
 
 
 @pytest.fixture(scope="module")
-def optimizers(tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
+def optimizers(ray_optimizers: RayOptimizers) -> dict[int, VerlOptimizer]:
     """Optimizers with no and 2 ranks under Ray, each with a critic and a reference."""
-    cluster = Cluster(trainer_settings(workers__per_node=2))
-    built = {count: VerlOptimizer(tiny_model, settings(tiny_model, estimator="gae", workers__per_node=count)) for count in (0, 2)}
-    yield built
-    for optimizer in built.values():
-        optimizer.close()
-    cluster.close()
-
-
-def settings(model: Path, **changes: Any) -> TrainerSettings:
-    """One micro-batch a row: what `clip_cov` and `kl_cov` compare is then the same on any number of ranks."""
-    base = {"learning_rate": 1e-4, "critic_learning_rate": 1e-4, "kl_coef": 0.05, "max_tokens_per_device": 1, "model": model}
-    return trainer_settings(**{**base, "alarms__logprob": NO_ALARM, **changes})
+    return ray_optimizers.reset(**BASE)
 
 
 def step(optimizer: VerlOptimizer, chosen: TrainerSettings, batch: Batch) -> dict[str, float]:
     """Step by another loss and estimator than the optimizer was made with."""
-    from verl.workers.config import FSDPOptimizerConfig
-
-    from trainer.optim.losses.corrected import policy_loss_of
-
-    optimizer.settings = chosen
-    optimizer._workers.everywhere("set_loss_fn", policy_loss_of(chosen, FSDPOptimizerConfig()))
+    use(optimizer, chosen)
     return optimizer.step(batch)
 
 
@@ -87,7 +72,7 @@ def rows(tiny_model: Path) -> pl.DataFrame:
 
 @pytest.mark.parametrize("name", mostly_slow(list(learning.LOSSES), QUICK))
 def test_loss_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
-    chosen = settings(tiny_model, loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}))
+    chosen = settings(tiny_model, **BASE, loss__name=name, loss__options=LOSS_OPTIONS.get(name, {}))
     worth = pl.Series(np.linspace(-1, 1, ROWS))
     steps = {count: step(optimizer, chosen, batch_of(rows, worth, optimizer)) for count, optimizer in optimizers.items()}
     require_alike(steps)
@@ -102,7 +87,7 @@ def test_estimator_on_ranks_equals_one_process(
     name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame
 ) -> None:
     weights = {"reward": 1.0, "style": 0.5} if name == "gdpo" else {}
-    chosen = settings(tiny_model, estimator=name, reward_weights=weights)
+    chosen = settings(tiny_model, **BASE, estimator=name, reward_weights=weights)
     rewards = [
         {name: value for name, value in transition_row("", rewards=(at % 3 / 2, at % 2)[: 1 + bool(weights)]).items() if "Rewards" in name}
         | {"Rewards.Name": ["reward", "style"][: 1 + bool(weights)], "GroupId": "xy"[at % 2]}
@@ -120,7 +105,7 @@ def test_estimator_on_ranks_equals_one_process(
 @pytest.mark.parametrize("name", mostly_slow([name for name, facts in learning.ESTIMATORS.items() if facts.by_token], QUICK))
 def test_token_estimator_on_ranks_equals_one_process(name: Any, optimizers: dict[int, VerlOptimizer], tiny_model: Path) -> None:
     """GAE's step is the one of PPO with a critic."""
-    chosen = settings(tiny_model, estimator=name)
+    chosen = settings(tiny_model, **BASE, estimator=name)
     steps: dict[int, dict[str, float]] = {}
     for count, optimizer in optimizers.items():
         batch = chained(tiny_model, 6, divisor=optimizer.data_parallel_size)
@@ -135,7 +120,7 @@ def test_three_grpo_steps_on_ranks_equal_one_process(optimizers: dict[int, VerlO
     """Rows leave the queue after each step."""
     import transfer_queue
 
-    chosen = settings(tiny_model, recompute_logprobs=True, epochs=2, mini_batches=2)
+    chosen = settings(tiny_model, **BASE, recompute_logprobs=True, epochs=2, mini_batches=2)
     worth = pl.Series(np.linspace(-1, 1, ROWS))
     for _ in range(3):
         require_alike({count: step(optimizer, chosen, batch_of(rows, worth, optimizer)) for count, optimizer in optimizers.items()})

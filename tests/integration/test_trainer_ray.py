@@ -23,10 +23,11 @@ from spangrad.errors import BadRowsError, CheckpointError, SettingsError, Traine
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
 from tests.support.policies import sampled_rows, state_facts, state_of, trainer_settings
+from tests.support.ray_optimizers import CPUS, RATE, RayOptimizers, group, settings
 from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
-from trainer.distributed.cluster import Cluster
+from trainer.distributed.row_queue import RowQueue
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import dtype_of, is_packed
 from trainer.publish import checkpoint
@@ -34,10 +35,8 @@ from trainer.publish import checkpoint
 ROWS = 23
 """Odd, so that two workers need a no-op row."""
 SETTINGS: dict[str, Any] = {
-    "learning_rate": 1e-3,
     "epochs": 2,
     "mini_batches": 3,
-    "kl_coef": 0.05,
     "recompute_logprobs": True,
     "correction": Correction(weights="token"),
     "max_tokens_per_device": 64,
@@ -52,26 +51,15 @@ def rows(tiny_model: Path) -> pl.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Cluster]:
-    """One Ray for the module: the engines below find it begun."""
-    cluster = Cluster(trainer_settings(workers__per_node=6))
-    yield cluster
-    cluster.close()
-
-
-@pytest.fixture(scope="module")
-def engines(ray: Cluster, tiny_model: Path) -> Iterator[dict[int, VerlOptimizer]]:
+def engines(ray_optimizers: RayOptimizers) -> Iterator[dict[int, VerlOptimizer]]:
     """Yield optimizers with 0 and 2 workers under Ray, which both send weights; 0 runs here with as many threads as a worker has.
 
     Sums of floats differ by the number of threads.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
-    built = {workers: sender(tiny_model, workers) for workers in (0, 2)}
-    yield built
+    yield ray_optimizers.reset(**SETTINGS)
     torch.set_num_threads(threads)
-    for engine in built.values():
-        engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +71,7 @@ def one_worker(engines: dict[int, VerlOptimizer], tiny_model: Path) -> Iterator[
 
 
 def sender(model: Path, workers: int) -> VerlOptimizer:
-    return VerlOptimizer(model, settings(model, workers__per_node=workers, weight_sync__method="transfer"))
-
-
-def settings(model: Path, **changes: Any) -> TrainerSettings:
-    return trainer_settings(**{**SETTINGS, "model": model, **changes})
+    return VerlOptimizer(model, settings(model, **SETTINGS, workers__per_node=workers))
 
 
 def batch(engine: VerlOptimizer, rows: pl.DataFrame, *, current: bool = True) -> Batch:
@@ -106,11 +90,6 @@ def differences(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> fl
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
-
-
-def group(engine: VerlOptimizer) -> Any:
-    """Return verl's worker group of an engine."""
-    return engine._workers._trainer.actor_rollout_wg  # type: ignore[union-attr]
 
 
 def rank_pids(engine: VerlOptimizer) -> list[int]:
@@ -138,9 +117,9 @@ def test_ray_workers_step_as_one_process(engines: dict[int, VerlOptimizer], rows
         assert [two[name] for name in alike] == pytest.approx([none[name] for name in alike], rel=5e-6, abs=1e-6)
     assert metrics[2][0]["logprob_gap_max"] == pytest.approx(metrics[0][0]["logprob_gap_max"], abs=1e-6)
     held = {count: weights(engine) for count, engine in engines.items()}
-    assert differences(held[0], before) > 1e-3
+    assert differences(held[0], before) > RATE
     # A tenth of one step's rate after twelve: AdamW magnifies what another order of sums leaves of gradients near 0.
-    assert differences(held[2], held[0]) < SETTINGS["learning_rate"] / 10
+    assert differences(held[2], held[0]) < RATE / 10
 
 
 @pytest.mark.slow
@@ -166,6 +145,10 @@ def test_ray_workers_refused_batch_leaves_weights_unchanged(engines: dict[int, V
     assert differences(before, weights(engine)) == 0
 
 
+def test_ray_workers_have_priority_of_trainer(engines: dict[int, VerlOptimizer]) -> None:
+    assert {psutil.Process(pid).nice() for pid in rank_pids(engines[2])} == {psutil.Process().nice()}
+
+
 def test_ray_workers_each_send_their_share(engines: dict[int, VerlOptimizer]) -> None:
     assert {count: len(engine.rank_senders) for count, engine in engines.items()} == {0: 1, 2: 2}
     assert len({address.url for engine in engines.values() for address in engine.rank_senders}) == 3
@@ -180,11 +163,11 @@ def test_ray_workers_state_loads_in_any_number_of_workers(
     assert {name: value.shape for name, value in kept[2].items()} == {name: value.shape for name, value in kept[0].items()}
     assert [sum(name.startswith("random.") for name in state_of(paths[count])) for count in (0, 2)] == [1, 2]
 
-    alone = VerlOptimizer(paths[2], settings(tiny_model))
+    alone = VerlOptimizer(paths[2], settings(tiny_model, **SETTINGS))
     alone.load_state(paths[2])
     alone.step(batch(alone, rows, current=False))
     engines[2].step(batch(engines[2], rows, current=False))
-    assert differences(weights(alone), weights(engines[2])) < 1e-5
+    assert differences(weights(alone), weights(engines[2])) < RATE / 100
 
     engines[2].load_state(paths[0])
     save(engines[2], tmp_path)
@@ -237,7 +220,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
     assert beside == [True]
     held = load_file(tmp_path / checkpoint.WEIGHTS)
     assert differences(held, expected) == 0
-    assert differences(weights(engine), expected) > 1e-5
+    assert differences(weights(engine), expected) > RATE / 100
     assert state_facts(tmp_path).keys() == state_facts(tmp_path / "alone").keys()
     engine.collect()
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
@@ -245,7 +228,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
 
 
 def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
-    """Kill -9 the second of two, which is stopped, so that the first waits for it. The last test of these engines."""
+    """Kill -9 the second of two, which is stopped, so that the first waits for it. The shared ones are begun anew for whoever asks next."""
     engine = engines[2]
     first, second = rank_pids(engine)
     os.kill(second, signal.SIGSTOP)
@@ -270,9 +253,12 @@ def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimi
         engine.step(batch(engine, rows, current=False))
 
 
-def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> None:
+@pytest.mark.usefixtures("ray_optimizers")
+def test_ray_workers_beyond_cluster_raise_before_any_starts(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowQueue, "open", lambda *_: pytest.fail("the queue was started"))
+    own = settings(tiny_model, workers__per_node=CPUS + 1)
     with pytest.raises(TrainerError, match=r"trainer\.workers\.per_node = 7 needs as many nodes with that many CPUs each, .* are 6\."):
-        VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=7))
+        VerlOptimizer(tiny_model, own)
     with pytest.raises(TrainerError, match=r"trainer\.workers\.nodes = 2 with trainer\.workers\.per_node = 1"):
         VerlOptimizer(tiny_model, settings(tiny_model, workers__per_node=1, nodes=2))
 
@@ -281,8 +267,6 @@ def test_ray_workers_beyond_cluster_raise(ray: Cluster, tiny_model: Path) -> Non
 def test_row_queue_that_dies_ends_step_with_error(one_worker: VerlOptimizer, rows: pl.DataFrame) -> None:
     """TransferQueue's own calls would wait for its controller for ever. The last test of this engine."""
     import ray
-
-    from trainer.distributed.row_queue import RowQueue
 
     ray.kill(RowQueue._actors[0])
     with pytest.raises(

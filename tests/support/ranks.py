@@ -1,7 +1,7 @@
 """Processes that are ranks of one gloo group, and the models that they shard.
 
-In: a function of this package. Out: what it returned on each rank. The processes are forked from one that has imported PyTorch, which is
-most of what such a process costs otherwise.
+In: a function of this package. Out: what it returned on each rank. The processes are forked from one that has imported PyTorch, what it
+imports with the first sharded module, and what tests import, which is most of what such a process costs otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-PRELOADED = ("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "numpy", "trainer.optim.weight_shards")
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # by the first call of `fully_shard`
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "hypothesis",
+    "pytest",
+    "tests.support.policies",
+    "tests.support.ranks",
+    "trainer.optim.states.sharded_state",
+    "trainer.optim.states.weight_files",
+    "trainer.optim.weight_shards",
+)
 DEADLINE_SECONDS = 120.0
 
 

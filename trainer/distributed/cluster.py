@@ -40,6 +40,7 @@ _OWN_CLUSTER_VARIABLES = {
     "RAY_enable_metrics_collection": "0",
     "RAY_enable_worker_prestart": "0",  # workers have environments of their own: prestarted ones would never be used
     "RAY_prestart_worker_first_driver": "0",
+    "RAY_worker_niceness": "0",  # ranks have this process's priority: at Ray's 15, what runs beside them on the machine would starve them
 }
 
 
@@ -124,6 +125,21 @@ class Cluster:
     def _kind(self) -> str:
         return "GPU" if any(node.get("GPU", 0) for node in self._nodes) else "CPU"
 
+    def require_room(self) -> None:
+        """Raise where the cluster is too small for the workers, whoever holds its resources now.
+
+        Raises:
+            TrainerError: it is.
+        """
+        settings, kind = self._settings, self._kind
+        counts = [node.get(kind, 0) for node in self._nodes]
+        if sum(count >= settings.workers.per_node for count in counts) < settings.workers.nodes:
+            raise TrainerError(
+                f"trainer.workers.nodes = {settings.workers.nodes} with trainer.workers.per_node = {settings.workers.per_node} needs as "
+                f"many nodes with that many {kind}s each, and the {kind}s of this Ray cluster's nodes are "
+                f"{', '.join(f'{count:g}' for count in counts)}. Lower the two, or add nodes (docs/start/scaling.md)."
+            )
+
     def reserve(self) -> list[Any]:
         """Reserve resources for each worker; return placement groups, one per node, in the order of the nodes' addresses.
 
@@ -133,16 +149,8 @@ class Cluster:
         from ray.util.placement_group import placement_group
         from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 
-        settings, nodes, kind = self._settings, self._nodes, self._kind
-        fitting = [node for node in nodes if node.get(kind, 0) >= settings.workers.per_node]
-        if len(fitting) < settings.workers.nodes:
-            counts = ", ".join(f"{node.get(kind, 0):g}" for node in nodes)
-            raise TrainerError(
-                f"trainer.workers.nodes = {settings.workers.nodes} with trainer.workers.per_node = {settings.workers.per_node} needs as "
-                f"many nodes with that many {kind}s "
-                f"each, and the {kind}s of this Ray cluster's nodes are {counts}. Lower the two, or add nodes (docs/start/scaling.md)."
-            )
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if kind == "GPU" else {})}
+        settings = self._settings
+        bundle = {"CPU": 1.0, **({"GPU": 1.0} if self._kind == "GPU" else {})}
         for _ in range(settings.workers.nodes):
             self._groups.append(placement_group([dict(bundle) for _ in range(settings.workers.per_node)], strategy="STRICT_PACK"))
         for group in self._groups:

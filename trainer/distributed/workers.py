@@ -59,6 +59,7 @@ class DistributedWorkers:
 
         self.device = self._cluster.device
         check_device(settings, self.device)
+        self._cluster.require_room()  # before the queue's processes and the ranks are started
         environment = worker_environment(self.device, own=self._cluster.own)
         if self._cluster.directory:
             environment[RENDEZVOUS] = f"file://{self._cluster.directory}/meeting-{uuid.uuid4().hex}"
