@@ -113,7 +113,7 @@ def random_model(tokenizer_of: Path, directory: Path) -> Path:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    random_llama(tokenizer, hidden=768, spread=0.05, tied=False).save_pretrained(directory)
+    random_llama(tokenizer, hidden=384, spread=0.05, tied=False).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

@@ -132,6 +132,10 @@ IMPORTED = {
         "verl.workers.utils.losses",
         "trainer.run",
         "trainer.optim.optimizer",
+        "trainer.optim.verl_worker",
+        "transformers.models.llama.modeling_llama",
+        "clickhouse_connect",
+        "commands.training.train",
         "spangrad.cli",
     ),
 }

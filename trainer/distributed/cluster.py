@@ -126,7 +126,7 @@ class Cluster:
         return "GPU" if any(node.get("GPU", 0) for node in self._nodes) else "CPU"
 
     def require_room(self) -> None:
-        """Raise where the cluster is too small for the workers, whoever holds its resources now.
+        """Raise where the cluster is too small for the workers, even with all of its resources free.
 
         Raises:
             TrainerError: it is.
