@@ -228,7 +228,7 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
 
 
 def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
-    """Kill -9 the second of two, which is stopped, so that the first waits for it. The shared optimizers are made again by the next `reset`."""
+    """Kill -9 the second of two, which is stopped, so that the first waits for it. The next `reset` makes another."""
     engine = engines[2]
     first, second = rank_pids(engine)
     os.kill(second, signal.SIGSTOP)
