@@ -51,7 +51,7 @@ _SHARED = {"vllm": r"^pytestmark = .*vllm", "ray": r"\bray_optimizers: "}
 """Group of test files -> what stands in each of them: one worker takes a group, since its servers cost more than any file's tests."""
 
 
-def _groups(root: Path) -> dict[str, str]:
+def groups_of_files(root: Path) -> dict[str, str]:
     """Return the groups of test files whose every test takes shared servers, by what stands in them: only workers import them."""
     texts = {file.relative_to(root).as_posix(): file.read_text() for file in Path(__file__).parent.rglob("test_*.py")}
     return {file: group for file, text in texts.items() for group, pattern in _SHARED.items() if re.search(pattern, text, re.M)}
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = files_of_part({item.path for item in items}, part)
         config.hook.pytest_deselected(items=[item for item in items if item.path not in own])
         items[:] = [item for item in items if item.path in own]
-    groups = _groups(config.rootpath)
+    groups = groups_of_files(config.rootpath)
 
     def place(item: pytest.Item) -> int:
         path = item.path.relative_to(config.rootpath).as_posix()
@@ -116,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Hand out files one by one, those of a group as if they were one: xdist_group marks do nothing beside pytest 9."""
     from xdist.scheduler import LoadFileScheduling
 
-    groups = _groups(config.rootpath)
+    groups = groups_of_files(config.rootpath)
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Files of forges: each change runs `.ci/run`, and the weekly job's parts hold every slow test once."""
+"""Files of forges: each change runs `.ci/run`, and the weekly job's parts hold every slow test once; groups of test files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import files_of_part
+from tests.conftest import files_of_part, groups_of_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +47,10 @@ def test_ci_workflows_name_existing_make_targets(name: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
     assert (ROOT / ".ci" / "run").exists()
+
+
+def test_groups_of_files_are_those_that_take_shared_servers() -> None:
+    groups = groups_of_files(ROOT)
+    ray = {file for file, group in groups.items() if group == "ray"}
+    assert ray == {"tests/integration/test_distributed_parity.py", "tests/integration/test_trainer_ray.py"}
+    assert groups["tests/integration/test_gateway_vllm.py"] == "vllm"
