@@ -7,6 +7,7 @@ does, and what is held in memory meanwhile is a few chunks, whatever a tensor's 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -20,6 +21,8 @@ from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, TensorSum
 CHUNK_WORDS = 2**16
 """Words mixed at once, which fit a core's cache."""
 THREADS = min(8, os.cpu_count() or 1)
+THREADED_CHUNKS = 32
+"""Chunks of a tensor from which on several threads sum it: between any two operations they wait for one another."""
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be compared, with the size of a word in bytes."""
 Words = NDArray[np.unsignedinteger]
@@ -61,14 +64,14 @@ def replaced_sums(sums: TensorSums, numbers: NDArray[np.int64], before: Words, a
     """
     added = Mixer(after.size).mixed(after)
     added -= Mixer(before.size).mixed(before)
-    plain, weighted = int(added.sum()), int(np.dot(added, numbers.astype(np.uint64)))
+    plain, weighted = int(added.sum()), int(np.dot(added, numbers.view(np.uint64)))
     return TensorSums(sums.dtype, sums.words, (sums.plain + plain) & MASK, (sums.weighted + weighted) & MASK)
 
 
 def _spans(words: int, sums: Callable[[range], tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the sums of consecutive chunks; several threads sum a large tensor, since NumPy lets others run meanwhile."""
     starts = range(0, words, CHUNK_WORDS)
-    if len(starts) <= THREADS:
+    if len(starts) < THREADED_CHUNKS:
         yield sums(starts)
         return
     each = -(-len(starts) // THREADS)
@@ -132,6 +135,22 @@ class Mixer:
         return _mix(mixed, self._shifted[: words.size].reshape(words.shape))
 
 
+class _Own(threading.local):
+    """Mixers of one thread by the size of their chunks, kept from one tensor to the next."""
+
+    def __init__(self) -> None:
+        self.mixers: dict[int, Mixer] = {}
+
+    def mixer(self, most: int) -> Mixer:
+        """Return the thread's mixer."""
+        if most not in self.mixers:
+            self.mixers[most] = Mixer(most)
+        return self.mixers[most]
+
+
+_own = _Own()
+
+
 @cache
 def _table() -> NDArray[np.uint64]:
     """Return all words of 16 bits, mixed: looking a word up costs a third of mixing it."""
@@ -160,8 +179,7 @@ def _to_float32(words: Words, own: str) -> NDArray[np.uint32]:
 
 def _span_sums(words: Words, own: str, dtype: str, starts: range) -> tuple[int, int]:
     """Return the plain and the weighted sum of the chunks that begin with these words."""
-    mixer = Mixer(min(CHUNK_WORDS, words.size))
-    plain = weighted = 0
+    mixer, plain, weighted = _own.mixer(CHUNK_WORDS), 0, 0
     for first in starts:
         mixed = mixer.mixed(cast_words(words[first : first + CHUNK_WORDS], own, dtype))
         total = int(mixed.sum())

@@ -168,6 +168,7 @@ def test_difference_tensors_in_another_form_are_not_compared_and_named() -> None
 def test_tensor_sums_of_large_tensor_add_up_over_shards(own: str, scope: ChecksumScope, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk by chunk, in several threads, and as a sample."""
     monkeypatch.setattr(sums_module, "CHUNK_WORDS", 997)
+    monkeypatch.setattr(sums_module, "THREADED_CHUNKS", 2)
     sums_module._numbers.cache_clear()
     kind = np.uint32 if own == "float32" else np.uint16
     tensor = np.random.default_rng(0).integers(0, 2 ** (8 * np.dtype(kind).itemsize), (90, 150), dtype=kind)

@@ -77,27 +77,25 @@ class _HeldPart:
         """Replace the words by those of the next version."""
         own = part.words.reshape(-1).view(np.uint32)
         blocks, places, differences = [0], list[NDArray[np.uint16]](), list[Words]()
-        keep = keep_changes
+        keep, known = keep_changes, self.known
         for begin in range(0, self.words.size, _BLOCK_WORDS):
             held = self.words[begin : begin + _BLOCK_WORDS]
             new = cast_words(own[begin : begin + _BLOCK_WORDS], "float32", dtype)
             if keep:
                 changed = np.flatnonzero(new != held)
+                before, after = held[changed], new[changed]
                 places.append(changed.astype(np.uint16))
-                differences.append(new[changed] - held[changed])
+                differences.append(after - before)
                 blocks.append(blocks[-1] + changed.size)
                 keep = blocks[-1] <= _MOST_CHANGED * self.words.size
+                known = replaced_sums(known, self.first + begin + changed, before, after) if known and keep else None
             held[:] = new
-        known, self.changes, self.known = self.known, None, None
+        self.changes, self.known = None, known if keep else None
         if keep:
             empty = self.words[:0]
             self.changes = _Changes(
                 np.array(blocks), np.concatenate([*places, empty.astype(np.uint16)]), np.concatenate([*differences, empty])
             )
-            if known:
-                positions, difference = self.changes.between(0, self.words.size)
-                after = self.words[positions]
-                self.known = replaced_sums(known, positions + self.first, after - difference, after)
 
     def sums(self, own: str, dtype: str, scope: ChecksumScope) -> TensorSums:
         """Return the sums of the words, which have the dtype `own`, as an engine holds them."""
