@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from spangrad.errors import CheckpointError
 from spangrad.weights.shards import MASK, MIX_A, MIX_B, ChecksumScope, TensorSums, sample_step
 
-CHUNK_WORDS = 2**16
+CHUNK_WORDS = 2**15
 """Words mixed at once, which fit a core's cache."""
 THREADS = min(8, os.cpu_count() or 1)
-THREADED_CHUNKS = 32
+THREADED_CHUNKS = 64
 """Chunks of a tensor from which on several threads sum it: between any two operations they wait for one another."""
 WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be compared, with the size of a word in bytes."""
