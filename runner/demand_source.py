@@ -133,8 +133,8 @@ class DemandSource:
             count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
             tasks = [task_at(self._tasks, position + enqueued + n, self._seed) for n in range(count)]
             rollouts = rollouts_of(tasks, run, Mode.TRAIN, self._settings.runner.group_size, greedy=self._greedy)
-            new = [self._queued(one, self._settings) for one in rollouts]
-            if not await self._queue.enqueue(run, new, after_groups=position + enqueued):
+            queued = [self._queued(rollout, self._settings) for rollout in rollouts]
+            if not await self._queue.enqueue(run, queued, after_groups=position + enqueued):
                 break  # another source of the run was faster: the next update reads what it has enqueued
             enqueued += count
             _logger.info("enqueued %d groups: %d by now, %d are wanted", count, demand.enqueued + enqueued, demand.groups)

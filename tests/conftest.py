@@ -51,6 +51,7 @@ _SHARED = {"vllm": r"^pytestmark = .*vllm", "ray": r"\bray_optimizers: "}
 """Group of test files -> what stands in each of them: one worker takes a group, since its servers cost more than any file's tests."""
 
 
+@functools.cache
 def groups_of_files(root: Path) -> dict[str, str]:
     """Return the groups of test files whose every test takes shared servers, by what stands in them: only workers import them."""
     texts = {file.relative_to(root).as_posix(): file.read_text() for file in Path(__file__).parent.rglob("test_*.py")}

@@ -8,37 +8,29 @@ Runs inside vLLM's workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import numpy as np
 import torch
 
 from spangrad.weights.shards import MIX_A, MIX_B
-from spangrad.weights.sums import Mixer
+from spangrad.weights.sums import mixed_words
 
 
-def mixing(tensor: torch.Tensor, most: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that mixes chunks of a tensor's words, each valid until the next.
-
-    Args:
-        tensor: its device and the size of its words decide.
-        most: words of a chunk, at most.
-    """
-    if tensor.device.type != "cpu":
-        return partial(mixed_words, bits=8 * tensor.element_size())
-    mixer, unsigned = Mixer(most), np.dtype(f"u{tensor.element_size()}")
-    return lambda words: torch.from_numpy(mixer.mixed(words.numpy().view(unsigned)).view(np.int64))
+def mixed(words: torch.Tensor) -> torch.Tensor:
+    """Return the mixed words, valid until the thread's next call."""
+    if words.device.type != "cpu":
+        return mixed_by_torch(words)
+    unsigned = np.dtype(f"u{words.element_size()}")
+    return torch.from_numpy(mixed_words(words.numpy().view(unsigned)).view(np.int64))
 
 
-def mixed_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return words of so many bits mixed by PyTorch: int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
-    mixed = words.to(torch.int64) & (2**bits - 1)
-    mixed *= _signed(MIX_A)
-    mixed ^= (mixed >> 32) & (2**32 - 1)
-    mixed *= _signed(MIX_B)
-    mixed ^= (mixed >> 29) & (2**35 - 1)
-    return mixed
+def mixed_by_torch(words: torch.Tensor) -> torch.Tensor:
+    """Return the words mixed by PyTorch: int64 arithmetic wraps as uint64's does, so only shifts and the sign need care."""
+    each = words.to(torch.int64) & (2 ** (8 * words.element_size()) - 1)
+    each *= _signed(MIX_A)
+    each ^= (each >> 32) & (2**32 - 1)
+    each *= _signed(MIX_B)
+    each ^= (each >> 29) & (2**35 - 1)
+    return each
 
 
 def _signed(word: int) -> int:

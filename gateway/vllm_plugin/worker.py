@@ -19,9 +19,8 @@ from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layers
 from vllm.platforms import current_platform
 
-from gateway.vllm_plugin import layout
+from gateway.vllm_plugin import layout, mixing
 from gateway.vllm_plugin.layout import TensorLayout
-from gateway.vllm_plugin.mixing import mixing
 from gateway.vllm_plugin.placing import extent, placed_in, target_end
 from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.placements import Dimension, Placement
@@ -177,11 +176,10 @@ def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     words = shard.view(_BITS[tensor.dtype])
     row = max(1, placement.count // dimensions[0].size)
     rows = min(dimensions[0].size, max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row))
-    mix = mixing(tensor, rows * row)
     numbers = [torch.arange(each.size, device=tensor.device) for each in (Dimension(rows, 1, 1), *dimensions[1:])]
     plain = weighted = 0
     for start in range(0, dimensions[0].size, rows):
-        mixed = mix(words[start : start + rows])
+        mixed = mixing.mixed(words[start : start + rows])
         total = 0
         # The number of a word is a sum over dimensions, so that sums along each dimension are enough.
         for axis, each in enumerate(dimensions):
@@ -209,5 +207,5 @@ def _sampled_sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int,
     inside &= rest == 0
     numbers, target = numbers[inside], target[inside]
     memory = tensor.as_strided((target_end(placement),), (1,), 0)
-    mixed = mixing(tensor, numbers.numel())(memory[target].view(_BITS[tensor.dtype]))
+    mixed = mixing.mixed(memory[target].view(_BITS[tensor.dtype]))
     return numbers.numel(), int(mixed.sum()) & MASK, int((mixed * numbers).sum()) & MASK

@@ -62,8 +62,8 @@ def replaced_sums(sums: TensorSums, numbers: NDArray[np.int64], before: Words, a
         before: these words as they were, of the dtype of the sums.
         after: as they are.
     """
-    added = Mixer(after.size).mixed(after)
-    added -= Mixer(before.size).mixed(before)
+    added = mixed_words(after).copy()
+    added -= mixed_words(before)
     plain, weighted = int(added.sum()), int(np.dot(added, numbers.view(np.uint64)))
     return TensorSums(sums.dtype, sums.words, (sums.plain + plain) & MASK, (sums.weighted + weighted) & MASK)
 
@@ -114,41 +114,25 @@ def scaled_words(words: Words, dtype: str, factor: float) -> Words:
     return cast_words(product.view(np.uint32), "float32", dtype)
 
 
-class Mixer:
-    """Mixed words of one chunk at a time, in memory that is taken once: taking it for each chunk costs more than the mixing.
+class _Memory(threading.local):
+    """Memory in which one thread mixes words, kept from one chunk and tensor to the next: taking it anew costs more than the mixing."""
 
-    Belongs to one thread.
-    """
-
-    def __init__(self, most: int) -> None:
-        """Take the memory for chunks of at most so many words."""
-        self._mixed = np.empty(most, np.uint64)
-        self._shifted = np.empty(most, np.uint64)
-
-    def mixed(self, words: Words) -> NDArray[np.uint64]:
-        """Return each word of 16 or 32 bits mixed (`spangrad.weights.checksums`), in the same shape; valid until the next chunk."""
-        mixed = self._mixed[: words.size].reshape(words.shape)
-        if words.itemsize == 2:
-            # No word is out of the table's range: clipping spares a check and a copy of the result.
-            return np.take(_table(), words, out=mixed, mode="clip")
-        mixed[...] = words
-        return _mix(mixed, self._shifted[: words.size].reshape(words.shape))
+    mixed = shifted = np.empty(0, np.uint64)
 
 
-class _Own(threading.local):
-    """Mixers of one thread by the size of their chunks, kept from one tensor to the next."""
-
-    def __init__(self) -> None:
-        self.mixers: dict[int, Mixer] = {}
-
-    def mixer(self, most: int) -> Mixer:
-        """Return the thread's mixer."""
-        if most not in self.mixers:
-            self.mixers[most] = Mixer(most)
-        return self.mixers[most]
+_memory = _Memory()
 
 
-_own = _Own()
+def mixed_words(words: Words) -> NDArray[np.uint64]:
+    """Return each word of 16 or 32 bits mixed (`spangrad.weights.checksums`), in the same shape; valid until the thread's next call."""
+    if _memory.mixed.size < words.size:
+        _memory.mixed, _memory.shifted = (np.empty(words.size, np.uint64) for _ in range(2))
+    mixed = _memory.mixed[: words.size].reshape(words.shape)
+    if words.itemsize == 2:
+        # No word is out of the table's range: clipping spares a check and a copy of the result.
+        return np.take(_table(), words, out=mixed, mode="clip")
+    mixed[...] = words
+    return _mix(mixed, _memory.shifted[: words.size].reshape(words.shape))
 
 
 @cache
@@ -179,9 +163,9 @@ def _to_float32(words: Words, own: str) -> NDArray[np.uint32]:
 
 def _span_sums(words: Words, own: str, dtype: str, starts: range) -> tuple[int, int]:
     """Return the plain and the weighted sum of the chunks that begin with these words."""
-    mixer, plain, weighted = _own.mixer(CHUNK_WORDS), 0, 0
+    plain = weighted = 0
     for first in starts:
-        mixed = mixer.mixed(cast_words(words[first : first + CHUNK_WORDS], own, dtype))
+        mixed = mixed_words(cast_words(words[first : first + CHUNK_WORDS], own, dtype))
         total = int(mixed.sum())
         plain += total
         weighted += first * total + int(np.dot(mixed, _numbers()[: mixed.size]))

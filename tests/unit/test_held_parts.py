@@ -58,13 +58,13 @@ def test_sums_of_held_parts_read_no_word_that_did_not_change(monkeypatch: pytest
 
     monkeypatch.setattr(parts_module, "tensor_sums", counted)
     mixed = list[int]()
-    original = sums_module.Mixer.mixed
+    original = sums_module.mixed_words
     named = [np.random.default_rng(0).normal(size=size).astype(np.float32) for size in SIZES]
     held = HeldParts("bfloat16")
     held.take(parts(named), "0", keep_changes=True)
     held.sums({}, ChecksumScope.FULL)
     assert read == list(SIZES)
-    monkeypatch.setattr(sums_module.Mixer, "mixed", lambda self, words: (mixed.append(words.size), original(self, words))[1])
+    monkeypatch.setattr(sums_module, "mixed_words", lambda words: (mixed.append(words.size), original(words))[1])
     held.take(parts(moved(named, 0.02, seed=1)), "1", keep_changes=True)
     held.sums({}, ChecksumScope.FULL)
     assert read == list(SIZES)
