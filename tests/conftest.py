@@ -15,7 +15,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,9 +25,6 @@ from spangrad.settings import Settings, StoreSettings
 from tests.support.processes import VLLM_PYTHON, engine_settings, gateway_settings, running_engine, running_gateway
 from tests.support.servers import empty_store, running_postgres, running_store, store_settings
 from tests.support.trainers import Place
-
-if TYPE_CHECKING:
-    from tests.support.ray_optimizers import RayOptimizers
 
 DocsTable = Callable[[str, Sequence[str]], None]
 """Function of a page below docs/ and the lines of a table."""
@@ -179,16 +176,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-model")
     build_model(directory, seed=0)
     return directory
-
-
-@pytest.fixture(scope="session")
-def ray_optimizers(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayOptimizers]:
-    """Yield verl's optimizers of `tiny_model` under one Ray, shared by the whole test run: `reset` gives them to a file."""
-    from tests.support.ray_optimizers import RayOptimizers
-
-    shared = RayOptimizers(tiny_model, tmp_path_factory.mktemp("ray-optimizers"))
-    yield shared
-    shared.close()
 
 
 @pytest.fixture(scope="session")

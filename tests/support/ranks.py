@@ -7,12 +7,14 @@ imports with the first sharded module, and what tests import, which is most of w
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -33,6 +35,7 @@ PRELOADED = (
     "trainer.optim.weight_shards",
 )
 DEADLINE_SECONDS = 120.0
+_ROOT = str(Path(__file__).parents[2])
 
 
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -41,8 +44,9 @@ def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[
     context.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         ranks = [context.Process(target=_run, args=(rank, count, directory, function, arguments)) for rank in range(count)]
-        for process in ranks:
-            process.start()
+        with mock.patch.dict(os.environ, PYTHONPATH=_ROOT):  # a fork server of another directory finds our tests, and not verl's
+            for process in ranks:
+                process.start()
         for process in ranks:
             process.join(DEADLINE_SECONDS)
         for process in ranks:

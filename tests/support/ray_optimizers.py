@@ -1,4 +1,4 @@
-"""Optimizers without ranks and with two under Ray, which all test files of a run share: Ray and its workers start once.
+"""Optimizers without ranks and with two under Ray, which test files share: Ray and its workers start once.
 
 In: settings that differ from the shared ones. Out: both optimizers with those settings, in the state that they began with. Invariant: no
 test finds what another one left, since weights, moments, order and random numbers are read again, and ranks that have ended are replaced.

@@ -52,5 +52,5 @@ def test_ci_workflows_name_existing_make_targets(name: str) -> None:
 def test_groups_of_files_are_those_that_take_shared_servers() -> None:
     groups = groups_of_files(ROOT)
     ray = {file for file, group in groups.items() if group == "ray"}
-    assert ray == {"tests/integration/test_distributed_parity.py", "tests/integration/test_trainer_ray.py"}
+    assert ray == {f"tests/integration/ray_cluster/test_{name}.py" for name in ("distributed_parity", "trainer_ray")}
     assert groups["tests/integration/test_gateway_vllm.py"] == "vllm"
