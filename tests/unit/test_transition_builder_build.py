@@ -301,6 +301,21 @@ def test_build_span_delivered_twice_counts_once() -> None:
     assert once.transitions.height == 2
 
 
+def test_build_of_retries_does_not_depend_on_the_order_of_choices() -> None:
+    spans = SpanFactory()
+    spans.evaluation(root := spans.root(calls=2))
+    client = spans.client(root)
+    retries = [spans.call(spans.span("POST", client), choices=2) for _ in range(2)]
+    for row in spans.calls:
+        row["Aborted"] = (row["SpanId"] == retries[0]) == (row["ChoiceIndex"] == 1)
+    ordered = build(spans.frames(), SPEC)
+    spans.calls.reverse()
+    reversed_choices = build(spans.frames(), SPEC)
+    assert kept(ordered) == [(retries[0], 0, 0, "agent", [1.0])]
+    assert_frame_equal(ordered.transitions, reversed_choices.transitions)
+    assert_frame_equal(ordered.drops, reversed_choices.drops)
+
+
 def test_build_call_without_row_in_rollout_spans_is_built() -> None:
     spans = SpanFactory()
     spans.evaluation(root := spans.root(calls=1))

@@ -78,13 +78,16 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     event_of_span = np.full(forest.size + 1, NO_CALL)
     event_of_span[span[calls]] = calls
     event_of_row = event_of_span[choices["Node"].to_numpy()]
+    by_event = np.lexsort((choices["ChoiceIndex"].to_numpy(), event_of_row))
+    first_choice = np.searchsorted(event_of_row[by_event], np.arange(len(sort)))
+    row_of_call = by_event[first_choice[calls]]  # that of its first choice, whichever came first
 
     # Retries and duplicates
-    outcome = choices.select("ResponseId", failed=retries.failed(), good=~retries.failed() & ~pl.col("Aborted"))[row[calls]]
+    outcome = choices.select("ResponseId", failed=retries.failed(), good=~retries.failed() & ~pl.col("Aborted"))[row_of_call]
     duplicate_of = retries.duplicates(choices, groups.chained(leaf)[event_of_row], forest.size)
     retried, useful = np.zeros((2, len(sort)), dtype=np.bool_)
     retried[calls] = retries.unused(nodes, groups, innermost, outcome, answers)
-    useful[calls] = ~retried[calls] & (~outcome["failed"] & (duplicate_of[row[calls]] == "")).to_numpy()
+    useful[calls] = ~retried[calls] & (~outcome["failed"] & (duplicate_of[row_of_call] == "")).to_numpy()
     event_of_span[innermost] = calls
     event_of_span = event_of_span[groups.owners(innermost, ~retried[calls])]
 
@@ -94,8 +97,6 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     outermost = np.where(is_call, groups.roots[span], span)
     events = Events.of(forest, clocks, agents, path, outermost, attempt, is_call, useful)
     before = came_before(forest, clocks, agents, events)
-    by_event = np.lexsort((choices["ChoiceIndex"].to_numpy(), event_of_row))
-    first_choice = np.searchsorted(event_of_row[by_event], np.arange(len(sort)))
     parent, parent_row, continues = parents(events, before, choices, by_event, first_choice)
     branch = branches(forest, agents, events, parent, continues)
 
@@ -103,7 +104,7 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     asked = causes.asked_by_id(nodes, tools, ran, attempt, event_of_span)
     cause = np.where(asked == NO_CALL, before[ran], asked)
     first_row = np.full(len(sort) + 1, NO_CALL)
-    first_row[calls] = by_event[first_choice[calls]]
+    first_row[calls] = row_of_call
     call_ids = choices["CallId"].extend_constant("", 1)
     caused = tools.with_columns(AgentName=names[ran], CallId=call_ids[first_row[cause]], Asked=asked != NO_CALL)
 
