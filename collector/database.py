@@ -62,7 +62,7 @@ class QueryAnswer:
     rows_read: int = 0
     bytes_read: int = 0
     rows_written: int = 0
-    """Rows inserted, those of materialized views left out."""
+    """Rows inserted; those of materialized views are left out where rows were parsed, and counted where a statement made them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Handle:
         except TypeError:
             # From a form's field or a header, whose bytes are not checked before.
             raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
-        return QueryAnswer(result.bytes() or b"", result.rows_read(), result.bytes_read())
+        return QueryAnswer(result.bytes() or b"", result.rows_read(), result.bytes_read(), result.rows_written())
 
     def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> QueryAnswer:
         """Run one statement whose answer goes into a pipe while it is computed, at the pace of the reader.

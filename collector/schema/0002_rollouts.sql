@@ -228,24 +228,9 @@ ORDER BY (RolloutKey, Attempt, Timestamp, TraceId, SpanId, ChoiceIndex)
 SETTINGS index_granularity = 1024, min_bytes_for_wide_part = 268435456;
 
 -- Whatever a sender puts into these attributes, the view must not fail: a call without sound ids is dropped by the builder, with a reason.
+-- What follows from all ids and lengths is computed below, where it is a column: each use of an alias is analysed anew, for every insert.
 CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.calls_mv TO spangrad_internal.calls AS
 WITH
-    tryBase64Decode(SpanAttributes['spangrad.input.token_ids']) AS prompt_bytes,
-    reinterpret(if(length(prompt_bytes) % 4 = 0, prompt_bytes, ''), 'Array(UInt32)') AS prompt_ids,
-    tryBase64Decode(SpanAttributes['spangrad.output.token_ids']) AS response_bytes,
-    reinterpret(if(length(response_bytes) % 4 = 0, response_bytes, ''), 'Array(UInt32)') AS response_ids,
-    tryBase64Decode(SpanAttributes['spangrad.output.logprobs']) AS logprob_bytes,
-    reinterpret(if(length(logprob_bytes) % 4 = 0, logprob_bytes, ''), 'Array(Float32)') AS logprobs,
-    JSONExtract(SpanAttributes['spangrad.input.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
-    JSONExtract(SpanAttributes['spangrad.output.lengths'], 'Array(UInt32)') AS stated_response_lengths,
-    JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
-    JSONExtract(SpanAttributes['spangrad.policy.versions'], 'Array(Array(Tuple(UInt32, UInt64)))') AS versions,
-    if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
-    if(empty(stated_response_lengths), [toUInt32(length(response_ids))], stated_response_lengths) AS response_lengths,
-    -- Lengths that do not add up to the ids, or of more choices than an engine gives, tell nothing: the call has no sound ids.
-    length(stated_response_lengths) <= 1024 AND length(stated_response_lengths) * byteSize(SpanAttributes) <= 268435456 AS plausible,
-    plausible AND arraySum(prompt_lengths) = length(prompt_ids) AND arraySum(response_lengths) = length(response_ids)
-        AND length(response_lengths) % length(prompt_lengths) = 0 AS sound,
     -- n choices of p prompts: choice i answers prompt i / (n / p)
     intDiv((choice_index - 1) * length(prompt_lengths), length(response_lengths)) + 1 AS prompt_index,
     arraySum(arraySlice(response_lengths, 1, choice_index - 1)) + 1 AS response_start,
@@ -289,9 +274,31 @@ SELECT
     toUInt16OrZero(SpanAttributes['http.response.status_code']) AS HttpStatus,
     SpanAttributes['spangrad.aborted'] = 'true' AS Aborted,
     SpanAttributes['spangrad.redacted'] = 'true' AS Redacted
-FROM otel.otel_traces
-ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_index
-WHERE ScopeName = 'spangrad.gateway';
+FROM (
+    WITH
+        tryBase64Decode(SpanAttributes['spangrad.input.token_ids']) AS prompt_bytes,
+        reinterpret(if(length(prompt_bytes) % 4 = 0, prompt_bytes, ''), 'Array(UInt32)') AS prompt_ids,
+        tryBase64Decode(SpanAttributes['spangrad.output.token_ids']) AS response_bytes,
+        reinterpret(if(length(response_bytes) % 4 = 0, response_bytes, ''), 'Array(UInt32)') AS response_ids,
+        tryBase64Decode(SpanAttributes['spangrad.output.logprobs']) AS logprob_bytes,
+        reinterpret(if(length(logprob_bytes) % 4 = 0, logprob_bytes, ''), 'Array(Float32)') AS logprobs,
+        JSONExtract(SpanAttributes['spangrad.input.lengths'], 'Array(UInt32)') AS stated_prompt_lengths,
+        JSONExtract(SpanAttributes['spangrad.output.lengths'], 'Array(UInt32)') AS stated_response_lengths,
+        JSONExtract(SpanAttributes['gen_ai.response.finish_reasons'], 'Array(String)') AS finish_reasons,
+        JSONExtract(SpanAttributes['spangrad.policy.versions'], 'Array(Array(Tuple(UInt32, UInt64)))') AS versions,
+        if(empty(stated_prompt_lengths), [toUInt32(length(prompt_ids))], stated_prompt_lengths) AS prompt_lengths,
+        if(empty(stated_response_lengths), [toUInt32(length(response_ids))], stated_response_lengths) AS response_lengths,
+        -- Lengths that do not add up to the ids, or of more choices than an engine gives, tell nothing: the call has no sound ids.
+        length(stated_response_lengths) <= 1024 AND length(stated_response_lengths) * byteSize(SpanAttributes) <= 268435456 AS plausible,
+        plausible AND arraySum(prompt_lengths) = length(prompt_ids) AND arraySum(response_lengths) = length(response_ids)
+            AND length(response_lengths) % length(prompt_lengths) = 0 AS sound
+    SELECT
+        Timestamp, TraceId, SpanId, ParentSpanId, Duration, SpanAttributes, prompt_ids, response_ids, logprobs, prompt_lengths, response_lengths,
+        plausible, sound, finish_reasons, versions
+    FROM otel.otel_traces
+    WHERE ScopeName = 'spangrad.gateway'
+)
+ARRAY JOIN range(1, if(plausible, length(response_lengths), 1) + 1) AS choice_index;
 
 -- Traces, and what their spans name: attempts of rollouts, sessions, conversations. 0004 says what follows for the spans that name no rollout.
 -- Of the attempts the least and the greatest are kept: they differ where a trace names several, however many those are.

@@ -1,7 +1,7 @@
 """Insert of many bodies of spans at once, staged as rows in memory; the database decodes most spans, Python the rest.
 
 Invariant: both decoders give the same rows (tests/integration/test_collector_routes.py); every span of the bodies is counted in the staged
-table, unless it was refused, before any of them is inserted.
+table, unless it was refused, before any of them is inserted. A few spans need no table: the statement that inserts them holds their rows.
 
 The database's decoder costs a third of Python's for a span and some twenty milliseconds for a batch: it is used from ENGINE_FROM spans on.
 It marks the spans that it would not decode as the Collector does (decoding/spans.sql); Python encodes those.
@@ -17,7 +17,7 @@ from pathlib import Path
 from collector.database import EngineRefusedError, Handle
 from collector.otlp.requests import TraceBody, protobuf_list, resources
 from collector.otlp.rows import DROPPED_INSERT, TRACES_INSERT, encode_traces
-from collector.write.staging import Staging, require_held
+from collector.write.staging import INLINE_BYTES, Staging, inline, require_held, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,18 @@ _FLAT = ", ".join(name for name in _COLUMNS.split(", ") if not name.startswith("
 """Columns that the database's decoder fills: not those of events and links."""
 _DECODE = f"INSERT INTO staged ({_FLAT}, Resource, Scope, Place, Odd) {(_DECODING / 'spans.sql').read_text()} {_ALL}"
 
+_SOUND = "staged WHERE NOT Odd"
 _STORE = (
     # In the table's own order, so that its widest column is not sorted twice, for the table and for its index.
-    f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM staged WHERE NOT Odd"
+    f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM {{staged}}"
     f" ORDER BY ServiceName, SpanName, toDateTime(Timestamp) {_ALL},"
     # Duplicates within one insert are removed by readers and merges, like all others: to search for them here, row by row, is costly.
     " optimize_on_insert = 0"
 )
 _PARALLEL_VIEWS = ", parallel_view_processing = 1, max_threads = 2"
 """Settings by which the table and its views are written in parallel: if one view fails, the rows of the others are written."""
+_OF_FEW = ", query_plan_enable_optimizations = 0"
+"""Setting for few spans, of whose insert an optimization of the plan takes more than it saves."""
 
 Places = Mapping[tuple[int, int], Sequence[int]]
 """Indices of spans in a request, by the indices of resource and scope, all from 0."""
@@ -59,6 +62,10 @@ class SpanStaging:
         self._decode_from = decode_from
         self._ready = False
         """True if the tables in memory exist, and hold nothing but what is staged."""
+        self._structure = ""
+        """Names and types of the columns of spans."""
+        self._rows = b""
+        """Rows that are staged here, and not in the table: a few."""
         self.staged = False
         """True if rows are staged and not stored yet."""
 
@@ -84,11 +91,13 @@ class SpanStaging:
         first = 0
         try:
             self._prepare()
-            for batch in _batches(bodies):
-                self._stage(batch, first)
+            batches = [*_batches(bodies)]
+            for batch in batches:
+                self._stage(batch, first, alone=len(batches) == 1)
                 first += sum(len(body.wire or ()) for body in batch)
-            expected = sum(body.spans - body.refused.count for body in bodies)
-            require_held(self._handle, "staged WHERE NOT Odd", expected, "spans", "memory is short. Send fewer at once.")
+            if not self._rows:
+                expected = sum(body.spans - body.refused.count for body in bodies)
+                require_held(self._handle, _SOUND, expected, "spans", "memory is short. Send fewer at once.")
             self.staged = True
         except BaseException:
             self.forget()
@@ -105,28 +114,40 @@ class SpanStaging:
     def forget(self) -> None:
         """Discard what is staged, by dropping the tables."""
         self._ready = self.staged = False
+        self._rows = b""
         for table in ("parsed", "staged"):
             self._handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table}")
 
     def _store(self, statement: str) -> None:
+        if self._rows:
+            statement = statement.format(staged=inline(self._structure, "RowBinary", self._rows)) + _OF_FEW
+        else:
+            statement = statement.format(staged=_SOUND)
         try:
             self._handle.query(statement)
         except BaseException:
             self.forget()
             raise
         self.staged = False
+        if self._rows:
+            self._rows = b""
+            return
         try:
             self._handle.query("TRUNCATE TABLE staged")
         # It is committed: it must not be inserted again.
         except EngineRefusedError:
             self.forget()
 
-    def _stage(self, batch: Sequence[TraceBody], first: int) -> None:
-        """Stage rows of a batch, its ResourceSpans numbered from `first`."""
+    def _stage(self, batch: Sequence[TraceBody], first: int, *, alone: bool) -> None:
+        """Stage rows of a batch, its ResourceSpans numbered from `first`; `alone`: no other batch is staged."""
         remaining = self._decode(batch, first)
         # Most bodies have nothing left for Python.
         encoded = [encode_traces(body.request, places) for body, places in zip(batch, remaining, strict=True) if places is None or places]
-        if data := [rows.data for rows in encoded if rows.data]:
+        data = [rows.data for rows in encoded if rows.data]
+        by_python = all(places is None for places in remaining)
+        if alone and by_python and sum(map(len, data)) <= INLINE_BYTES:
+            self._rows = b"".join(data)
+        elif data:
             self._handle.send(f"INSERT INTO staged ({_COLUMNS})", "RowBinary", data)
         if dropped := b"".join(rows.dropped for rows in encoded):
             self._others.insert(DROPPED_INSERT, "RowBinary", dropped, keep_staging=True)
@@ -165,6 +186,7 @@ class SpanStaging:
         if not self._ready:
             for name in ("parsed", "staged"):
                 self._handle.query((_DECODING / f"{name}.sql").read_text())
+            self._structure = structure_of(self._handle, _COLUMNS, "staged")
             self._ready = True
 
 

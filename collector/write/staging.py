@@ -1,10 +1,11 @@
-"""Inserts through a temporary table in memory, so that every error is reported.
+"""Inserts by a statement that selects the rows, from itself or from a temporary table in memory, so that every error is reported.
 
 Invariant: all rows of an insert are committed, those of views included, or an error is raised (docs/decisions/0006).
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from collector.write.ingest import Refused
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
 """Settings that allow a staging table every type that its target may have."""
 _MOST_KEPT = 16
-"""Largest number of temporary tables that are kept."""
+"""Largest number of temporary tables that are kept, and of structures."""
+INLINE_BYTES = 2**16
+"""Largest size of rows that the inserting statement holds itself: the three statements around a table cost as much as a third of it."""
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
 """Settings that keep every row, in its order, whatever the session's own settings are."""
 
@@ -40,11 +43,25 @@ def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) ->
         raise EngineRefusedError(f"Code: 241. DB::Exception: of {sent} {what} {held} could be held: {why} (MEMORY_LIMIT_EXCEEDED)", 241)
 
 
+def structure_of(handle: Handle, columns: str, table: str) -> str:
+    """Return the names and types of some columns of a table."""
+    described = handle.query(f"DESCRIBE TABLE (SELECT {columns} FROM {table})", "JSONEachRow").body
+    return ", ".join(f"{_quoted(column['name'])} {column['type']}" for column in map(json.loads, described.splitlines()))
+
+
+def inline(structure: str, input_format: str, rows: bytes) -> str:
+    """Return a table function, as after FROM, that gives some rows of a structure."""
+    quoted = structure.replace("\\", "\\\\").replace("'", "\\'")
+    return f"format({input_format}, '{quoted}', base64Decode('{base64.b64encode(rows).decode()}'))"
+
+
 class Staging:
     """Inserter through one handle."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
+        self._structures: dict[str, str] = {}
+        """Head of an insert -> the names and types of its columns."""
         self._kept: dict[str, tuple[str, str]] = {}
         """Head of an insert -> the temporary table that is kept for it, and its columns."""
 
@@ -53,13 +70,14 @@ class Staging:
 
         chDB reports errors while rows are parsed, and swallows errors while they are written (too many parts, a violated
         constraint, a view that fails). So rows are parsed into a temporary table in memory, which takes all of them or
-        none, counted there, and moved by a statement, whose errors chDB does report.
+        none, counted there, and moved by a statement, whose errors chDB does report. Where the next inserts are alike, a
+        statement that holds few rows itself does the same: it reads all of them before it writes.
 
         Args:
             head: INSERT INTO a table, with or without columns and settings.
             input_format: of the rows.
             rows: in that format.
-            keep_staging: keep the temporary table for the next insert with this head; only while its table does not change.
+            keep_staging: keep what is known of the table for the next insert with this head; only while the table does not change.
 
         Raises:
             EngineRefusedError: the rows, or those of a view, were not all inserted.
@@ -67,6 +85,9 @@ class Staging:
         parts = parse_insert_head(head)
         if parts is None:
             raise EngineRefusedError(f"Code: 62. DB::Exception: cannot read this INSERT: {head[:200]} (SYNTAX_ERROR)", 62)
+        if keep_staging and parts.columns and len(rows) <= INLINE_BYTES:
+            selected = f"SELECT * FROM {inline(self._structure(head, parts), input_format, rows)}"
+            return self._handle.query(f"INSERT INTO {parts.table} ({parts.columns}) {parts.settings} {selected} {_ALL}")
         staging, columns = self._kept.pop(head, None) or self._stage(parts)
         try:
             read = self._handle.send(f"INSERT INTO {staging} ({columns}) {parts.settings}", input_format, [rows])
@@ -85,9 +106,16 @@ class Staging:
 
     def forget(self) -> None:
         """Drop the temporary tables that are kept, since those that they are made after may have changed."""
+        self._structures.clear()
         while self._kept:
             _, (staging, _) = self._kept.popitem()
             self._handle.query(f"DROP TEMPORARY TABLE {staging}")
+
+    def _structure(self, head: str, parts: InsertHead) -> str:
+        structure = self._structures.get(head) or structure_of(self._handle, parts.columns, parts.table)
+        if len(self._structures) < _MOST_KEPT:
+            self._structures[head] = structure
+        return structure
 
     def _stage(self, head: InsertHead) -> tuple[str, str]:
         """Create a temporary table that accepts the rows of the head's table, defaults included; return its name and the columns."""

@@ -286,20 +286,28 @@ def test_span_staging_arbitrary_spans_give_same_rows_by_both_decoders(
     decoders.require_same(*(request(*given_spans, resource=Resource(attributes=resource)) for given_spans, resource in given_requests))
 
 
-def test_span_staging_failed_commit_leaves_no_rows(decoders: Decoders) -> None:
-    staging = decoders.staging["apart"]
+def test_span_staging_few_spans_give_same_rows_by_a_table_in_memory(decoders: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [traces(seed, spans=10, odd=0.4) for seed in range(3)]
+    held = decoders.commit("python", requests)
+    monkeypatch.setattr(span_staging, "INLINE_BYTES", 0)
+    assert decoders.commit("python", requests) == held
+
+
+@pytest.mark.parametrize("decoder", ["apart", "python"])
+def test_span_staging_failed_commit_leaves_no_rows(decoders: Decoders, decoder: str) -> None:
+    staging = decoders.staging[decoder]
     good = request(span("good", attributes=[attribute("left", string_value="behind")]))
-    decoders.asking.query("CREATE TABLE default.seen (n UInt8) ORDER BY n")
+    decoders.asking.query("CREATE TABLE IF NOT EXISTS default.seen (n UInt8) ORDER BY n")
     throws = "SELECT throwIf(SpanAttributes['left'] = 'behind') AS n FROM otel.otel_traces"
     decoders.asking.query(f"CREATE MATERIALIZED VIEW default.throws TO default.seen AS {throws}")
     with pytest.raises(span_staging.EngineRefusedError):
         staging.commit([trace_body(good, good.SerializeToString())])
     decoders.asking.query("DROP VIEW default.throws")
 
-    other = request(span("other", attributes=[attribute("left", string_value="alone")]))
+    other = request(span("other", attributes=[attribute("left", string_value=f"alone {decoder}")]))
     staging.commit([trace_body(other, other.SerializeToString())])
 
-    asked = "SELECT groupArray(SpanName) FROM otel.otel_traces WHERE SpanAttributes['left'] = 'alone'"
+    asked = f"SELECT groupArray(SpanName) FROM otel.otel_traces WHERE SpanAttributes['left'] = 'alone {decoder}'"
     assert decoders.asking.query(asked).body == b"['other']\n"
 
 

@@ -33,6 +33,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import LogRecord, ResourceLogs, ScopeL
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
+from collector.write.staging import INLINE_BYTES
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.servers import running_store, start_store, store_answers, store_settings
@@ -461,11 +462,24 @@ def test_staging_tables_of_stages_do_not_add_up_as_tables_change(client: Client)
     own = {"max_threads": 3}  # requests with these settings have a session of their own, which the changes are not made in
 
     def insert_and_count(table: str) -> object:
-        client.raw_insert("spangrad_internal.datasets", ["Name"], f"{table}\n", fmt="TabSeparated", settings=own)
+        rows = f"{table}{'x' * INLINE_BYTES}\n"  # too long for the statement itself
+        client.raw_insert("spangrad_internal.datasets", ["Name"], rows, fmt="TabSeparated", settings=own)
         client.command(f"CREATE TABLE {table} (a UInt8) ORDER BY a")
         return client.query("SELECT count() FROM system.tables WHERE database = ''", settings=own).result_rows
 
     assert [insert_and_count(f"changed_{number}") for number in range(3)] == [[(1,)]] * 3
+
+
+def test_insert_of_a_stage_follows_changes_of_its_table(client: Client) -> None:
+    client.command("CREATE TABLE spangrad_internal.changed (a UInt8) ORDER BY a")
+    own = {"max_threads": 3}
+    for kind, value in (("UInt8", "1"), ("UInt16", "300"), ("String", "many")):
+        client.command(f"CREATE OR REPLACE TABLE spangrad_internal.changed (a {kind}) ORDER BY a")
+        summary = client.raw_insert("spangrad_internal.changed", ["a"], f"{value}\n", fmt="TabSeparated", settings=own)
+        assert (summary.written_rows, str(client.query("SELECT a FROM spangrad_internal.changed").first_item["a"])) == (1, value)
+    with pytest.raises(DatabaseError, match="CANNOT_PARSE_INPUT_ASSERTION_FAILED"):
+        client.raw_insert("spangrad_internal.changed", ["a"], "more\tfields\n", fmt="TabSeparated", settings=own)
+    client.command("DROP TABLE spangrad_internal.changed")
 
 
 def test_calls_view_accepts_malformed_ids(store: StoreSettings, client: Client) -> None:
