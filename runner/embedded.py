@@ -7,6 +7,7 @@ of its own; it is removed when all its rollouts have ended, and one that a dead 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -19,10 +20,12 @@ from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.stopped_attempts import GatewayOrders
-from runner.queue.tables import QueueDatabase
+from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import DemandState, QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
 from spangrad.settings import RunnerSettings, Settings
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _OPEN = (RolloutState.QUEUED, RolloutState.RUNNING)
@@ -61,8 +64,11 @@ class EmbeddedQueue(QueueClient):
         for file in sorted(_directory(settings.runner).glob("*.db")):
             try:
                 queue = cls(file, Defaults.of(settings), GatewayOrders.of(settings))
-            except QueueError:
-                continue  # its process is alive, or it was killed before there was a table
+            except ServedElsewhereError:
+                continue  # its process is alive
+            except QueueError as error:
+                logger.warning("what %s has of run %s is left out: %s", file, settings.runner.run_id, error)
+                continue
             states = {state: count for run in await queue._service.counts() for state, count in run.states.items()}
             if open_ := sum(states.get(state, 0) for state in _OPEN):
                 queues.append((queue, open_))

@@ -185,15 +185,17 @@ def _cancel_failed(execute: Execute, table: str, layout: Layout) -> str:
 
 def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threading.Event) -> None:
     """Wait for the table's mutations; poll, since they may take longer than a connection lives."""
-    sql = f"""SELECT count(), argMax(mutation_id, latest_fail_reason), max(latest_fail_reason)
+    # One of the reasons stands for all; servers and shards have mutations of equal ids.
+    sql = f"""SELECT count(), argMax(mutation_id, latest_fail_reason), argMax(hostName(), latest_fail_reason), max(latest_fail_reason)
         FROM {_mutations(layout)} WHERE {_unfinished(table, layout)}"""
     while not stop.is_set():
-        count, mutation, reason = execute(sql).rstrip("\n").split("\t")
+        count, mutation, host, reason = execute(sql).rstrip("\n").split("\t")
         if reason:
+            database = stored(table).split(".")[0]
             raise StoreError(
-                f"old rows of {stored(table)} can't be deleted, as its mutation {mutation} fails: {reason[:500]}. Remove the cause;"
-                f" or, if the mutation is your own, cancel it by KILL MUTATION WHERE mutation_id = '{mutation}'"
-                f" AND table = '{layout.local(table)}'. Expiry's own is cancelled by its next run."
+                f"old rows of {stored(table)} can't be deleted, as its mutation {mutation} on {host} fails: {reason[:500]}. Remove"
+                f" the cause; or, if the mutation is your own, cancel it there by KILL MUTATION WHERE mutation_id = '{mutation}'"
+                f" AND database = '{database}' AND table = '{layout.local(table)}'. Expiry's own is cancelled by its next run."
             )
         if count == "0":
             return

@@ -6,6 +6,7 @@ nor returned to.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -100,8 +101,8 @@ def roll_back(key: VersionKey, settings: Settings) -> Iterator[str]:
 
 def pin(key: VersionKey, settings: Settings) -> str:
     """Keep a version's checkpoint."""
-    with opened_version(key, settings) as (_, version, ledger):
-        _kept(version, ledger).pop_all()
+    with opened_version(key, settings) as (_, version, ledger), _kept(version, ledger):
+        ledger.pin(version.version)
     return f"{key} is pinned: {version.policy_version.path} stays"
 
 
@@ -118,7 +119,7 @@ def status_text(version: LedgerVersion) -> str:
 
 
 def _kept(version: LedgerVersion, ledger: Ledger) -> ExitStack:
-    """Pin a version if its weights can be loaded; return what unpins it, unless it was pinned before.
+    """Pin a version if its weights can be loaded; return what ends this pin, and no other.
 
     Raises:
         LedgerError: the version was never committed.
@@ -129,9 +130,9 @@ def _kept(version: LedgerVersion, ledger: Ledger) -> ExitStack:
     if version.status is not VersionStatus.COMMITTED:
         raise LedgerError(f"version {version.version} of {version.policy_version.policy} is {status_text(version)}: it has no weights.")
     with ExitStack() as unpinning:
-        if version.version not in ledger.pinned():
-            ledger.pin(version.version)  # first: a trainer that makes room may remove what was only verified
-            unpinning.callback(ledger.unpin, version.version)
+        holder = uuid.uuid4().hex
+        ledger.pin(version.version, holder)  # first: a trainer that makes room may remove what was only verified
+        unpinning.callback(ledger.unpin, version.version, holder)
         checkpoint.verify(Path(version.policy_version.path), version.policy_version.checksum)
         return unpinning.pop_all()
 

@@ -49,8 +49,13 @@ class Canary:
 @dataclass(eq=False, slots=True)
 class _Waiter:
     attempt: AttemptKey | None
-    avoid: Set[str]
+    avoid: frozenset[str]
     granted: asyncio.Future[Upstream]
+
+    @property
+    def line(self) -> tuple[AttemptKey | None, frozenset[str]]:
+        """Key of its line: all of a line can be served alike."""
+        return self.attempt, self.avoid
 
 
 class Policy:
@@ -73,7 +78,7 @@ class Policy:
         self.waiting_elsewhere = 0
         """Number of calls that wait for a backend at other gateways, as they reported last."""
         self._on_change = on_change
-        self._queue: FairQueue[AttemptKey | None, _Waiter] = FairQueue()
+        self._queue: FairQueue[tuple[AttemptKey | None, frozenset[str]], _Waiter] = FairQueue()
         self._queue_limit = queue_limit
         self._holders: OrderedDict[AttemptKey, Upstream] = OrderedDict()
 
@@ -131,7 +136,7 @@ class Policy:
         while self._queue.take(self._grant) is not None:
             pass
         for waiter in [waiter for waiter in self._queue if not self.may_become_free(waiter.attempt, waiter.avoid)]:
-            self._queue.discard(waiter.attempt, waiter)
+            self._queue.discard(waiter.line, waiter)
             if not waiter.granted.done():
                 waiter.granted.set_exception(BackendDownError(self.why_down()))
         self._on_change()
@@ -158,12 +163,12 @@ class Policy:
                 f"{len(self._queue)} calls wait for policy {self.name!r} already, as many as gateway.queue_limit allows. Ask again later, "
                 "or register a backend more by POST /admin/backends."
             )
-        waiter = _Waiter(attempt, avoid, asyncio.get_running_loop().create_future())
-        self._queue.put(attempt, waiter)
+        waiter = _Waiter(attempt, frozenset(avoid), asyncio.get_running_loop().create_future())
+        self._queue.put(waiter.line, waiter)
         try:
             return await waiter.granted
         except asyncio.CancelledError:
-            self._queue.discard(attempt, waiter)
+            self._queue.discard(waiter.line, waiter)
             if waiter.granted.done() and not waiter.granted.cancelled() and not waiter.granted.exception():
                 self.give_back(waiter.granted.result())
             raise
@@ -171,6 +176,8 @@ class Policy:
     def give_back(self, backend: Upstream) -> None:
         """End a call at a backend, and start the next waiting one."""
         backend.end()
+        if not (backend.status is BackendStatus.SERVING or backend.may_be_tried):
+            return  # it takes none, and the others were full before: where all drain, each end would look at every line
         while self._queue.take(self._grant) is False:
             pass
 

@@ -47,7 +47,9 @@ class ContinuedCalls:
             return
         ids = [*answer.prompts[0], *answer.ordered()[0].token_ids]
         field = msgspec.json.encode(Continued(ids, Rendered(*rendered)).field())
-        self._size += len(field)
-        self._fields[answer.id, facts.context.attempt] = field
+        key = answer.id, facts.context.attempt
+        # A client may give several calls one id: the last counts, and is the newest.
+        self._size += len(field) - len(self._fields.pop(key, b""))
+        self._fields[key] = field
         while self._size > self._kept_bytes:
             self._size -= len(self._fields.popitem(last=False)[1])

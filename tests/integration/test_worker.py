@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import sqlite3
 import subprocess
 import textwrap
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from runner.embedded import EmbeddedQueue
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
+from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import RunnerServices, kill, new_rollouts, queue_settings, runner_services, serving
 
@@ -149,6 +153,25 @@ def run_command(services: RunnerServices, *words: str) -> list[str]:
     }
     sets = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     return [*own_command("run", "--run-id", "run", "--directory", str(services.directory), *sets, *words), "--", "sh", "agent.sh"]
+
+
+def test_queue_of_another_schema_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def left() -> list[EmbeddedQueue]:
+        return [queue for queue, _ in await EmbeddedQueue.left(settings)]
+
+    async def begin() -> Path:
+        queue = EmbeddedQueue.begin(settings)
+        await queue.enqueue(settings.runner.run_id, new_rollouts(1))
+        await queue.close()
+        return queue.file
+
+    settings = Settings(runner=RunnerSettings(directory=tmp_path))
+    file = asyncio.run(begin())
+    with closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("UPDATE schema_of_queue_db SET version = 'another'")
+    assert asyncio.run(left()) == []
+    assert (f"what {file} has of run" in caplog.text, "has tables of schema another" in caplog.text) == (True, True)
+    assert file.exists()
 
 
 def test_run_resume_after_kill_completes_rollouts(tmp_path: Path) -> None:

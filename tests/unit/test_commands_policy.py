@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from commands.changes import versions
 from commands.training.policy import policy as command
 from spangrad.errors import CheckpointError, GatewayError, LedgerError
 from spangrad.types import VersionStatus
@@ -193,6 +194,15 @@ def test_policy_command_keeps_files_that_it_has_verified(
     ask(*words)
     assert path(trainer, 1).is_dir(), "whose files the command, and the gateway, are about to use"
     assert trainer.ledger.pinned() == pinned
+
+
+def test_policy_pin_beside_a_publication_outlives_it(ask, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = versions._served
+    monkeypatch.setattr(versions, "_served", lambda version, chosen: (trainer.ledger.pin(version.version), served(version, chosen))[1])
+    ask("publish", "policy@1")
+    assert trainer.ledger.pinned() == {1}
+    ask("unpin", "policy@1")
+    assert trainer.ledger.pinned() == set()
 
 
 def test_prune_chooses_and_renames_versions_in_one_transaction(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

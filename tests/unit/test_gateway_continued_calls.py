@@ -55,3 +55,12 @@ def test_calls_that_ended_first_are_forgotten_first() -> None:
     for name in ("first", "second", "third"):
         continued_calls.keep(call(name))
     assert [bool(continued(continued_calls, name).ids) for name in ("first", "second", "third")] == [False, True, True]
+
+
+def test_call_kept_again_under_one_id_replaces_the_one_before() -> None:
+    continued_calls = ContinuedCalls(kept_bytes=140)
+    for _ in range(5):
+        continued_calls.keep(call("same"))
+    assert continued(continued_calls, "same") == Continued([1, 2, 3], RENDERED)
+    continued_calls.keep(call("other"))
+    assert [bool(continued(continued_calls, name).ids) for name in ("same", "other")] == [True, True]

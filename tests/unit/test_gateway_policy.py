@@ -213,6 +213,38 @@ async def test_acquire_excludes_backends_that_could_not_connect() -> None:
     assert not policy.may_become_free(A, {first.name, second.name})
 
 
+async def test_call_that_avoids_a_backend_holds_up_no_other_call() -> None:
+    policy, (first, second) = policy_of(4, 1)
+    busy = await policy.acquire(None, {first.name})
+    first.set_status(BackendStatus.PUBLISHING)
+    avoiding = asyncio.create_task(policy.acquire(None, {first.name}))
+    await asyncio.sleep(0)
+    others = [await begun(policy, None) for _ in range(3)]
+    first.set_status(BackendStatus.SERVING)
+    await asyncio.sleep(0)
+    assert (first.in_flight, avoiding.done(), [other.done() for other in others]) == (3, False, [True] * 3)
+    policy.give_back(busy)
+    assert await avoiding is second
+
+
+async def test_end_of_a_call_at_a_draining_backend_looks_at_no_waiting_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, (first, second) = policy_of(4, 4)
+    calls = [await policy.acquire(None) for _ in range(8)]
+    for backend in (first, second):
+        backend.set_status(BackendStatus.PUBLISHING)
+    waiting = [await begun(policy, AttemptKey(f"rollout-{number}", 0)) for number in range(50)]
+    looked_at, choose = list[AttemptKey | None](), policy._choose
+    monkeypatch.setattr(policy, "_choose", lambda attempt, avoid: looked_at.append(attempt) or choose(attempt, avoid))
+    for call in calls:
+        policy.give_back(call)
+    assert looked_at == []
+    first.set_status(BackendStatus.SERVING)
+    await asyncio.sleep(0)
+    assert sum(call.done() for call in waiting) == 4
+    for call in waiting:
+        call.cancel()
+
+
 async def test_frozen_upstream_unreachable_rests_longer_each_time() -> None:
     loop = asyncio.get_running_loop()
     policy, (backend,) = policy_of(None)

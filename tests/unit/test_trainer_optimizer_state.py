@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -151,6 +154,35 @@ def test_trainer_beside_running_one_orphans_none_of_its_versions(tmp_path: Path,
     with running_trainer(trainer.ledger, settings(base, tmp_path / "policies", checkpoint__every=2)):
         assert again(trainer).loaded.version == 3, "its optimizer's state may be in the memory of the one that runs"
     assert again(trainer).loaded.version == 2, "no trainer runs"
+
+
+def test_trainer_that_waits_for_one_that_orphans_goes_on_from_its_head(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
+
+    def locked(file: int, kind: int) -> None:
+        """The other trainer orphans while this one waits for its lock."""
+        if kind != fcntl.LOCK_SH:
+            raise BlockingIOError
+        assert fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR, "NFS has no shared locks for writers"
+        trainer.ledger.orphan([trainer.ledger.version(3)], 2)
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    with running_trainer(trainer.ledger, trainer.settings) as newest:
+        assert newest.version == 2
+
+
+def test_trainer_on_a_file_system_without_locks_says_so(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
+
+    def locked(file: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", locked)
+    with running_trainer(trainer.ledger, trainer.settings) as newest:
+        assert newest.version == 3
+    assert "cannot be locked (No locks available)" in caplog.text
 
 
 def test_ledger_orphan_of_moved_head_changes_nothing(tmp_path: Path, base: Path) -> None:

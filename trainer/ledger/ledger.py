@@ -315,8 +315,12 @@ class Ledger:
             query = sa.select(VERSIONS.c.version).where(*self._of_branch(VERSIONS), VERSIONS.c.version.in_(others))
             return set(transaction.execute(query).scalars())
 
-    def pin(self, version: int) -> None:
+    def pin(self, version: int, holder: str = "") -> None:
         """Keep a version's files regardless of trainer.checkpoint.keep; idempotent.
+
+        Args:
+            version: number of the version.
+            holder: name of what needs the files for a while. Empty: a user keeps them.
 
         Raises:
             LedgerError: no branch of the policy has committed it.
@@ -325,12 +329,13 @@ class Ledger:
             where = (self._policy(), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
             if transaction.execute(sa.select(VERSIONS.c.version).where(*where)).first() is None:
                 raise LedgerError(f"{self._branch['policy']} has no committed version {version}. `spangrad policy list` shows them.")
-            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version}])
+            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version, "holder": holder}])
 
-    def unpin(self, version: int) -> None:
-        """Let trainer.checkpoint.keep apply to a version's files again; idempotent."""
+    def unpin(self, version: int, holder: str | None = None) -> None:
+        """End a holder's pin of a version; idempotent. None: let trainer.checkpoint.keep apply to its files again, whoever pinned it."""
+        pins = PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version)
         with self.database.transaction() as transaction:
-            transaction.execute(PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version))
+            transaction.execute(pins if holder is None else pins.where(PINS.c.holder == holder))
 
     def pinned(self) -> set[int]:
         """Return the versions of the policy whose files are kept."""

@@ -99,22 +99,25 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
     path = versions.with_name(f".{versions.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = path.open("a+")  # NFS gives a shared lock to readers alone
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({error.strerror}). Name a trainer.directory that can.") from None
     with file:
         # Trainers of a branch share their versions' directory, also those on other machines, and the system ends the lock of one that dies.
         alone = _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        newest = _orphan_after_crash(ledger, settings) if alone else newest_version(ledger)
+        newest = _orphan_after_crash(ledger, settings) if alone else None
         _locked(file, fcntl.LOCK_SH)
-        yield newest
+        yield newest or newest_version(ledger)  # now: one that was alone may have orphaned the head meanwhile
 
 
 def _locked(file: IO[str], kind: int) -> bool:
-    """Lock a file, and return whether that was possible; some file systems of networks have no locks."""
+    """Lock a file, and return whether that was possible: another process holds it, or the file system has no locks."""
     try:
         fcntl.flock(file, kind)
-    except OSError:
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): a trainer that runs is not told apart from one that crashed", file.name, error.strerror)
         return False
     return True
 

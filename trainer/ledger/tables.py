@@ -136,6 +136,7 @@ PINS = sa.Table(
     METADATA,
     sa.Column("policy", sa.String, primary_key=True),
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("holder", sa.String, primary_key=True, comment="of a publication under way; empty: a user"),
     comment="versions whose files are kept, on whichever branches they are",
 )
 PHASES = sa.Table(
