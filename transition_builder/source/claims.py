@@ -26,6 +26,8 @@ from transition_builder.source.queries import StoreReader, batches
 
 SETTLE_SECONDS = 0.02
 """Wait after a claim, in seconds; longer than a claim usually takes to become visible."""
+_ALONE_SECONDS = 5.0
+"""Time for which a builder that found no other at work counts as alone, in seconds: one that begins meanwhile builds some rollouts too."""
 _RENEWED = 3
 """Number of times within a lease that a builder writes that it is at work."""
 _CLAIMS = {"RunId": pl.String(), "RolloutId": pl.String(), "Builder": pl.String(), "ClaimedAt": MICROSECONDS}
@@ -60,6 +62,7 @@ class Claims:
         self._renewed = float("-inf")
         self._beside = ThreadPoolExecutor(1, "claims")
         self._others: Future[bool] | None = None
+        self._alone_until = float("-inf")
         self.alone = False
         """True if no other builder of the specification was at work when that was last asked."""
 
@@ -77,9 +80,10 @@ class Claims:
         self._renewed = time.monotonic()
 
     def begin(self) -> None:
-        """Ask whether other builders are at work, beside the statements of the caller; `take` waits for the response."""
+        """Ask whether other builders are at work, unless none was lately, beside the caller's statements; `take` waits for the response."""
         self.renew()
-        self._others = self._beside.submit(self._are_others)
+        if time.monotonic() >= self._alone_until:
+            self._others = self._beside.submit(self._are_others)
 
     def _are_others(self) -> bool:
         parameters = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
@@ -99,7 +103,9 @@ class Claims:
             return rollouts
         self.renew()
         others, self._others = self._others, None
-        self.alone = not (others.result() if others else self._are_others())
+        if others or time.monotonic() >= self._alone_until:
+            self.alone = not (others.result() if others else self._are_others())
+            self._alone_until = time.monotonic() + _ALONE_SECONDS if self.alone else float("-inf")
         if self.alone:
             return rollouts
         live = self._live(rollouts, built)
