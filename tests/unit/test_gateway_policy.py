@@ -213,7 +213,7 @@ async def test_acquire_excludes_backends_that_could_not_connect() -> None:
     assert not policy.may_become_free(A, {first.name, second.name})
 
 
-async def test_call_that_avoids_a_backend_holds_up_no_other_call() -> None:
+async def test_call_avoiding_a_backend_delays_no_other_call() -> None:
     policy, (first, second) = policy_of(4, 1)
     busy = await policy.acquire(None, {first.name})
     first.set_status(BackendStatus.PUBLISHING)

@@ -156,7 +156,7 @@ def test_trainer_beside_running_one_orphans_none_of_its_versions(tmp_path: Path,
     assert again(trainer).loaded.version == 2, "no trainer runs"
 
 
-def test_trainer_that_waits_for_one_that_orphans_goes_on_from_its_head(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_beside_an_orphaning_trainer_begins_at_its_head(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
 
     def locked(file: int, kind: int) -> None:
@@ -171,7 +171,7 @@ def test_trainer_that_waits_for_one_that_orphans_goes_on_from_its_head(tmp_path:
         assert newest.version == 2
 
 
-def test_trainer_on_a_file_system_without_locks_says_so(
+def test_trainer_on_a_file_system_without_locks_logs_that(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")

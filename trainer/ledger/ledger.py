@@ -332,7 +332,7 @@ class Ledger:
             self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version, "holder": holder}])
 
     def unpin(self, version: int, holder: str | None = None) -> None:
-        """End a holder's pin of a version; idempotent. None: let trainer.checkpoint.keep apply to its files again, whoever pinned it."""
+        """End a holder's pin of a version; idempotent. None: all pins, so that trainer.checkpoint.keep applies again."""
         pins = PINS.delete().where(PINS.c.policy == self._branch["policy"], PINS.c.version == version)
         with self.database.transaction() as transaction:
             transaction.execute(pins if holder is None else pins.where(PINS.c.holder == holder))
