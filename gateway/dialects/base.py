@@ -75,14 +75,14 @@ class ClientRequest:
 
     def limited(self, tokens: int) -> ClientRequest:
         """Return the request for at most so many tokens in all its choices together, 1 each at least; itself if it asks for no more."""
-        choices = self.fields.get("n")
-        return self.shortened(max(tokens // choices, 1) if isinstance(choices, int) and choices > 0 else tokens)
+        return self.shortened(max(tokens // self.dialect.choices_of(self), 1))
 
     def shortened(self, most: int) -> ClientRequest:
         """Return the request for at most so many tokens in each of its choices; itself if it asks for no more."""
         names = self.dialect.length_fields
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         requested = self.fields.get(name)
+        requested = self.dialect.default_length if requested is None else requested
         if isinstance(requested, int) and requested <= most:
             return self
         fields = {**self.fields, name: most}
@@ -131,6 +131,12 @@ class Dialect(Protocol):
     """`gen_ai.operation.name`."""
     length_fields: tuple[str, ...]
     """Fields of requests that hold the largest number of tokens of an answer; the first is set where a request has none."""
+    default_length: int | None
+    """Largest number of tokens of a choice where a request names none. None: as many as the model's context allows."""
+
+    def choices_of(self, request: ClientRequest) -> int:
+        """Return the number of choices that a request asks for, of all its prompts together."""
+        ...
 
     def parse(self, raw: bytes) -> ClientRequest:
         """Read a client's request.

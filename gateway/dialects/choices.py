@@ -78,6 +78,7 @@ class ChoicesDialect(ABC, Generic[_C]):
     path: str
     operation: str
     length_fields: tuple[str, ...]
+    default_length: int | None = None
     conversation: frozenset[str]
     """Request fields that are not decoded."""
     read_answer: msgspec.json.Decoder[ReadAnswer[_C]]
@@ -87,6 +88,11 @@ class ChoicesDialect(ABC, Generic[_C]):
     """All fields of a choice in a `KnownAnswer`, in the order of vLLM's answers."""
     read_alternatives: msgspec.json.Decoder[Any] | None = None
     """Decoder of answers with alternatives. None: the dialect's alternatives are not recorded."""
+
+    def choices_of(self, request: ClientRequest) -> int:
+        """See `Dialect`; of one prompt."""
+        asked = request.fields.get("n")
+        return asked if isinstance(asked, int) and asked > 0 else 1
 
     def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""
@@ -162,7 +168,8 @@ class ChoicesDialect(ABC, Generic[_C]):
         """Read the top-level fields of an answer or chunk."""
         if top.engine is not UNSET:
             answer.engine = top.engine
-        if top.id is not UNSET and answer.id is None:
+        # Azure's streams begin with a chunk of an empty id.
+        if top.id is not UNSET and not answer.id:
             answer.id = _TEXT.decode(top.id)
             answer.model = _OPTIONAL_TEXT.decode(top.model) if top.model is not UNSET else None
         if top.usage is not UNSET:

@@ -58,6 +58,7 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     path = COMPLETIONS_PATH
     operation = "text_completion"
     length_fields: tuple[str, ...] = ("max_tokens",)
+    default_length = 16
     conversation = frozenset({"prompt"})
     read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
     read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
@@ -67,14 +68,17 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
         *("prompt_logprobs", "prompt_token_ids", "routed_experts"),
     )
 
+    def choices_of(self, request: ClientRequest) -> int:
+        """See `Dialect`."""
+        return _prompts(request) * super().choices_of(request)
+
     def wants_alternatives(self, request: ClientRequest) -> bool:
         """See `ChoicesDialect`. Of a completion 0 asks for the sampled token's logprob alone; an echo's would be the prompt's too."""
         return bool(request.fields.get("logprobs")) and not request.fields.get("echo")
 
     def begin(self, request: ClientRequest) -> EngineAnswer:
         """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
-        prompts = _prompts(request)
-        choices = prompts * _choices_each(request)
+        prompts, choices = _prompts(request), self.choices_of(request)
         if 1 < choices <= CHOICES_FORESEEN and not request.fields.get("echo"):
             return EngineAnswer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
         return EngineAnswer()
@@ -91,7 +95,7 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
             token_logprobs = (choice.logprobs and choice.logprobs.token_logprobs) or []
             kept.logprobs += [logprob for logprob in token_logprobs if logprob is not None]
             if choice.prompt_token_ids:
-                prompt_index = choice.index // _choices_each(request)
+                prompt_index = choice.index // super().choices_of(request)
                 answer.prompts += [[] for _ in range(prompt_index + 1 - len(answer.prompts))]
                 answer.prompts[prompt_index] = choice.prompt_token_ids
         return True
@@ -116,12 +120,6 @@ def _alternatives(logprobs: _LogprobsWithAlternatives) -> list[TokenAlternatives
         TokenAlternatives(token, logprob, [Alternative(*other) for other in top.items()])
         for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=False)
     ]
-
-
-def _choices_each(request: ClientRequest) -> int:
-    """Return the number of choices that each prompt gets."""
-    asked = request.fields.get("n")
-    return asked if isinstance(asked, int) and asked > 0 else 1
 
 
 def _prompts(request: ClientRequest) -> int:

@@ -36,6 +36,7 @@ class MiddlewareFieldDialect(ABC):
     path: str
     operation: str
     length_fields: tuple[str, ...]
+    default_length: int | None = None
     conversation: frozenset[str]
     """Request fields that are not decoded."""
     required: str
@@ -44,6 +45,10 @@ class MiddlewareFieldDialect(ABC):
     """The field that says how the answer ended."""
     hidden: frozenset[str] = frozenset()
     """Fields of answers that hold token ids where the client asked for them: not kept a second time."""
+
+    def choices_of(self, request: ClientRequest) -> int:
+        """See `Dialect`."""
+        return 1
 
     def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 
 CONFIRM_SECONDS = 2.0
 """Longest time that a follower may take to confirm a state before it is disconnected; the engine's own pause holds its calls then."""
+
+CLOSED_KEPT = 10_000
+"""Number of the newest ends of attempts that a follower is sent when it connects: it may have missed them."""
 
 
 class FollowerState(msgspec.Struct, frozen=True):
@@ -69,6 +73,7 @@ class Followers(OtherGateways):
         self._view: PoolView | None = None
         self._revision = 0
         self._reported = asyncio.Event()
+        self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
         metrics.followers = lambda: len(self._connections)
         pool.others = self
 
@@ -91,6 +96,7 @@ class Followers(OtherGateways):
         socket = web.WebSocketResponse(receive_timeout=SILENT_SECONDS, compress=False)
         await socket.prepare(request)
         follower = _Connection(request.query.get("url", ""), request)
+        follower.closed += self._closed
         self._connections.add(follower)
         log.info("the gateway at %s follows", follower.url)
         sending = asyncio.create_task(self._send(follower, socket))
@@ -115,7 +121,8 @@ class Followers(OtherGateways):
             follower.wake.set()
 
     async def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Send the ends of attempts to all followers."""
+        """Send the ends of attempts to all followers, also to those that connect later."""
+        self._closed += closed
         for follower in self._connections:
             follower.closed += closed
             follower.wake.set()

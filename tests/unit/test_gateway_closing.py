@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from gateway.dialects import DIALECTS
@@ -182,10 +183,17 @@ async def test_stage_unknown_is_refused(stage: Stage) -> None:
         ("/v1/chat/completions", {"max_completion_tokens": 30, "max_tokens": 2}, {"max_completion_tokens": 5, "max_tokens": 2}),
         ("/v1/chat/completions", {"n": 9}, {"n": 9, "max_completion_tokens": 1}),
         ("/v1/completions", {}, {"max_tokens": 5}),
+        ("/v1/completions", {"prompt": [[1, 2], [3]], "n": 2}, {"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}, {"prompt": ["a", "b"], "max_tokens": 2}),
         ("/v1/messages", {"max_tokens": 6}, {"max_tokens": 5}),
         ("/v1/responses", {"max_output_tokens": None}, {"max_output_tokens": 5}),
     ],
 )
 def test_limited_request_asks_for_no_more_tokens(dialect: str, asked: dict[str, Any], limited: dict[str, Any]) -> None:
     request = DIALECTS[dialect].parse(json.dumps(asked).encode()).limited(5)
-    assert (request.fields, json.loads(request.raw)) == (limited, limited)
+    assert json.loads(msgspec.json.encode(request.fields)) == json.loads(request.raw) == limited
+
+
+@pytest.mark.parametrize(("dialect", "limited"), [("/v1/completions", {}), ("/v1/chat/completions", {"max_completion_tokens": 50})])
+def test_limited_request_without_length_keeps_the_engines_default(dialect: str, limited: dict[str, Any]) -> None:
+    assert DIALECTS[dialect].parse(b"{}").limited(50).fields == limited

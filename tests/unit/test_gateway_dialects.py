@@ -225,6 +225,14 @@ def test_dialect_unknown_stream_event_passes_unchanged(path: str, event: bytes) 
     assert (rest, reader.rest()) == ([b": a comment", b""], b"rest")
 
 
+def test_dialect_stream_whose_first_chunk_has_an_empty_id_takes_the_next() -> None:
+    dialect = DIALECTS["/v1/chat/completions"]
+    reader = dialect.stream(dialect.parse(b'{"stream": true, "messages": []}'))
+    for name in ("", "chatcmpl-9", "other"):
+        reader.feed(b"data: " + json.dumps({"id": name, "model": name and "gpt", "choices": []}).encode() + b"\n\n")
+    assert (reader.answer.id, reader.answer.model) == ("chatcmpl-9", "gpt")
+
+
 def test_dialect_error_has_form_of_dialect() -> None:
     openai = {"error": {"message": "why", "type": "kind", "code": 502}}
     assert {path: dialect.error(502, "why", "kind") for path, dialect in DIALECTS.items()} == {
