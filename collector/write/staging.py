@@ -18,7 +18,8 @@ from collector.write.ingest import Refused
 _ANY_TYPE = "SETTINGS " + ", ".join(f"allow_suspicious_{kind}_types = 1" for kind in ("low_cardinality", "fixed_string", "variant"))
 """Settings that allow a staging table every type that its target may have."""
 _MOST_KEPT = 16
-"""Largest number of temporary tables that are kept, and of structures."""
+"""Largest number of temporary tables that are kept."""
+_MOST_STRUCTURES = 64
 INLINE_BYTES = 2**16
 """Largest size of rows that the inserting statement holds itself: the three statements around a table cost as much as a third of it."""
 _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
@@ -113,7 +114,7 @@ class Staging:
 
     def _structure(self, head: str, parts: InsertHead) -> str:
         structure = self._structures.get(head) or structure_of(self._handle, parts.columns, parts.table)
-        if len(self._structures) < _MOST_KEPT:
+        if len(self._structures) < _MOST_STRUCTURES:
             self._structures[head] = structure
         return structure
 
