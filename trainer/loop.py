@@ -210,9 +210,8 @@ class Trainer:
     def take(self) -> Loaded | None:
         """Return the oldest groups that make a whole batch, once those that may not be trained are skipped. None: too few are ready."""
         self._head = self.branch.head()
-        loaded = self.batches.take(self.source, self._head)
-        if loaded is None:  # else the look beside the step reports it, and the step begins at once
-            self._report_demand()
+        if not (loaded := self.batches.take(self.source, self._head)):
+            self._report_demand()  # else the look beside the step does, and the step begins at once
         return loaded
 
     def _look(self) -> None:

@@ -155,7 +155,11 @@ def _old(table: str, before: int, layout: Layout) -> str:
 
 def _unfinished(table: str, layout: Layout) -> str:
     """Return the condition of a server's unfinished mutations of a table, as rows of system.mutations."""
-    return f"database = '{stored(table).split('.')[0]}' AND table = '{layout.local(table)}' AND NOT is_done AND NOT is_killed"
+    return f"{_of_table(table, layout)} AND NOT is_done AND NOT is_killed"
+
+
+def _of_table(table: str, layout: Layout) -> str:
+    return f"database = '{stored(table).split('.')[0]}' AND table = '{layout.local(table)}'"
 
 
 def _mutations(layout: Layout) -> str:
@@ -191,11 +195,10 @@ def _await_deletions(execute: Execute, table: str, layout: Layout, stop: threadi
     while not stop.is_set():
         count, mutation, host, reason = execute(sql).rstrip("\n").split("\t")
         if reason:
-            database = stored(table).split(".")[0]
             raise StoreError(
                 f"old rows of {stored(table)} can't be deleted, as its mutation {mutation} on {host} fails: {reason[:500]}. Remove"
                 f" the cause; or, if the mutation is your own, cancel it there by KILL MUTATION WHERE mutation_id = '{mutation}'"
-                f" AND database = '{database}' AND table = '{layout.local(table)}'. Expiry's own is cancelled by its next run."
+                f" AND {_of_table(table, layout)}. Expiry's own is cancelled by its next run."
             )
         if count == "0":
             return

@@ -36,6 +36,7 @@ _FLAT = ", ".join(name for name in _COLUMNS.split(", ") if not name.startswith("
 _DECODE = f"INSERT INTO staged ({_FLAT}, Resource, Scope, Place, Odd) {(_DECODING / 'spans.sql').read_text()} {_ALL}"
 
 _SOUND = "staged WHERE NOT Odd"
+"""Rows of the table in memory that are inserted."""
 _STORE = (
     # In the table's own order, so that its widest column is not sorted twice, for the table and for its index.
     f"INSERT INTO otel.otel_traces ({_COLUMNS}) SELECT {_COLUMNS} FROM {{staged}}"

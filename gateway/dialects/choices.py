@@ -91,8 +91,8 @@ class ChoicesDialect(ABC, Generic[_C]):
 
     def choices_of(self, request: ClientRequest) -> int:
         """See `Dialect`; of one prompt."""
-        asked = request.fields.get("n")
-        return asked if isinstance(asked, int) and asked > 0 else 1
+        count = request.fields.get("n")
+        return count if isinstance(count, int) and count > 0 else 1
 
     def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""

@@ -78,7 +78,8 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
 
     def begin(self, request: ClientRequest) -> EngineAnswer:
         """See `ChoicesDialect`. No choice of a cut stream may be missing, or others would be taken for its prompt's."""
-        prompts, choices = _prompts(request), self.choices_of(request)
+        prompts = _prompts(request)
+        choices = prompts * super().choices_of(request)
         if 1 < choices <= CHOICES_FORESEEN and not request.fields.get("echo"):
             return EngineAnswer(prompts=[[] for _ in range(prompts)], choices={index: Choice() for index in range(choices)})
         return EngineAnswer()

@@ -221,8 +221,8 @@ def test_span_staging_sender_value_in_span_number_field_is_overridden(decoders: 
 
     decoders.staging["engine"].commit(bodies)
 
-    asked = "SELECT SpanName, ResourceAttributes['numbered'] FROM otel.otel_traces WHERE ResourceAttributes['numbered'] != '' ORDER BY 1"
-    assert decoders.asking.query(asked).body == b"first\tfirst\nsecond\tsecond\n"
+    sql = "SELECT SpanName, ResourceAttributes['numbered'] FROM otel.otel_traces WHERE ResourceAttributes['numbered'] != '' ORDER BY 1"
+    assert decoders.asking.query(sql).body == b"first\tfirst\nsecond\tsecond\n"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -307,8 +307,8 @@ def test_span_staging_failed_commit_leaves_no_rows(decoders: Decoders, decoder: 
     other = request(span("other", attributes=[attribute("left", string_value=f"alone {decoder}")]))
     staging.commit([trace_body(other, other.SerializeToString())])
 
-    asked = f"SELECT groupArray(SpanName) FROM otel.otel_traces WHERE SpanAttributes['left'] = 'alone {decoder}'"
-    assert decoders.asking.query(asked).body == b"['other']\n"
+    sql = f"SELECT groupArray(SpanName) FROM otel.otel_traces WHERE SpanAttributes['left'] = 'alone {decoder}'"
+    assert decoders.asking.query(sql).body == b"['other']\n"
 
 
 def test_dropped_attributes_are_counted_once(decoders: Decoders) -> None:
@@ -317,8 +317,8 @@ def test_dropped_attributes_are_counted_once(decoders: Decoders) -> None:
     for decoder in ("engine", "python", "engine"):
         decoders.commit(decoder, [body])
 
-    asked = (
+    sql = (
         "SELECT Signal, ServiceName, Name, Spans, Attributes, Events, Links FROM spangrad.dropped_attributes"
         " WHERE ServiceName = 'forgetful'"
     )
-    assert decoders.asking.query(asked).body == b"span\tforgetful\tlossy\t1\t5\t1\t0\n"
+    assert decoders.asking.query(sql).body == b"span\tforgetful\tlossy\t1\t5\t1\t0\n"

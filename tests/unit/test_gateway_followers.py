@@ -177,9 +177,8 @@ async def test_engine_that_refuses_a_followers_connection_is_left_alone_for_a_wh
 
 async def test_follower_that_connects_refuses_calls_of_attempts_closed_before() -> None:
     async with staged() as stage:
-        assert (await ask(stage, "POST", "/attempts/close", {"attempts": [{"rollout_id": "r", "attempt": 0, "reason": "cancelled"}]}))[
-            0
-        ] == 200
+        closed = {"attempts": [{"rollout_id": "r", "attempt": 0, "reason": "cancelled"}]}
+        assert (await ask(stage, "POST", "/attempts/close", closed))[0] == 200
         async with following(stage) as follower:
             assert [(await follower.chat(f"/rollout/r/attempt/{number}"))[0] for number in range(2)] == [410, 200]
 
