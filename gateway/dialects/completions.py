@@ -58,7 +58,7 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     path = COMPLETIONS_PATH
     operation = "text_completion"
     length_fields: tuple[str, ...] = ("max_tokens",)
-    default_length = 16
+    default_length: int | None = 16
     conversation = frozenset({"prompt"})
     read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
     read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
