@@ -130,10 +130,8 @@ class Builder:
             RuleError: a Python rule failed; nothing was written of the rollouts that it was evaluated for, and the next pass builds them.
             StoreError: the store failed; the next pass continues where this one stopped.
         """
-        began = time.monotonic()
+        began, summary, self._done = time.monotonic(), Summary(), 0
         specification.require_unchanged(self._spec, self._reader.spec)
-        summary = Summary()
-        self._done = 0
         self._look(summary, sweeps=self._discovery.is_first)
         if not urgent:
             # After training: a sweep reads much.
@@ -195,8 +193,10 @@ class Builder:
         self._pending = waiting.touched(self._pending, arrived)
         named = arrived.filter(_NAMES_ITSELF)
         if named.height:
-            built = self._remember_stale(named, named.rename({"RolloutKey": "RolloutId"}))
-            self._add_pending(named.filter("HasRoot").rename({"RolloutKey": "RolloutId"}).join(built, on=ROLLOUT, how="anti"))
+            rollouts = named.rename({"RolloutKey": "RolloutId"})
+            ending = self._of_run(rollouts.filter("HasRoot"))
+            self._source.begin(ending.filter(~waiting.IS_BEHIND))
+            self._add_pending(ending.join(self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
         self._behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:
             self._look_behind(self._discovery.rootless())

@@ -36,8 +36,8 @@ class Summary:
 
     def add(self, written: Written) -> None:
         """Add rows that were written."""
-        self.rollouts += written.builds.height
-        self.revised += written.builds.filter(pl.col("Revision") > 0).height
+        self.rollouts += written.rollouts.height
+        self.revised += written.rollouts.filter(pl.col("Revision") > 0).height
         self.transitions += written.rows.transitions.height
         self.drops.update(written.rows.drops["Reason"])
         self.rewards += written.rows.rewards.height

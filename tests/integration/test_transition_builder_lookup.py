@@ -125,6 +125,39 @@ def test_rollout_reader_few_rollouts_are_read_without_scan(full: StoreSettings, 
         assert granules <= most, f"{granules} of {whole} granules of {table}"
 
 
+def test_rollout_reader_begun_read_is_taken_by_the_same_rollouts(full: StoreSettings) -> None:
+    first, second = (named(full, WORKLOAD.steps(FOREIGN_RUN)[2][start : start + 4]) for start in (16, 20))
+
+    def read_arrivals(*begun: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+        recording = Recording(connect(full))
+        source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
+        for rollouts in begun:
+            source.begin(rollouts)
+        arrivals = source.arrivals(first)
+        return comparable(arrivals), len([sql for sql in recording.asked if "spangrad_internal.calls" not in sql])
+
+    usual, statements = read_arrivals()
+    same, of_same = read_arrivals(first)
+    others, of_others = read_arrivals(second)
+    assert_frame_equal(same, usual)
+    assert_frame_equal(others, usual)
+    assert (of_same, of_others) == (statements, 2 * statements)
+
+
+def test_rollout_reader_calls_of_few_rollouts_are_read_once(full: StoreSettings) -> None:
+    recording = Recording(connect(full))
+    source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
+    rollouts = named(full, WORKLOAD.steps(0)[2][8:16])
+    arrivals = source.arrivals(rollouts)
+    owners = source.owners(arrivals)
+    judged = decide(facts(arrivals, owners), source.now(), BuilderSettings())
+    whole, part = source.frames(judged, arrivals, owners), source.frames(judged[:3], arrivals, owners)
+    of_part = pl.col("RolloutKey").is_in(judged[:3]["RolloutId"].implode())
+    assert_frame_equal(comparable(part.calls), comparable(whole.calls.filter(of_part)))
+    assert (whole.calls.height, part.calls.height) == (8 * 8, 3 * 8)
+    assert len([sql for sql in recording.asked if "spangrad_internal.calls" in sql]) == 2
+
+
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
 def test_rollout_reader_reports_dropped_attributes_once(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[2][:2])

@@ -1,12 +1,15 @@
 """Reads of rollouts, by their keys and as few rows as possible.
 
-A rollout's spans are read once, for the decision and for the build. Its calls, which hold the token ids, are read when it no longer waits.
-A span that was delivered twice is dropped here: FINAL would sort whole granules for the few rows that are read.
+A rollout's spans are read once, for the decision and for the build. Its calls, which hold the token ids, are read when it no longer waits;
+of few rollouts, as online, already while they are decided on. A span that was delivered twice is dropped here: FINAL would sort whole
+granules for the few rows that are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -61,8 +64,24 @@ _SETTINGS = (
     " output_format_arrow_low_cardinality_as_dictionary = 1, output_format_arrow_compression_method = 'none'"
 )
 """Settings for reads of few granules: one thread, and one block where it is no longer than the part of a result that is buffered."""
+_FEW = 64
+"""Largest number of rollouts that are read beside other work: what is read for nothing costs little then."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId"]
 """Columns that are equal in all deliveries of a row: the sorting key of the tables."""
+
+
+_Read = tuple[frozenset[bytes], Future[pl.DataFrame]]
+"""Keys, and the rows of them that are read beside."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Nearby:
+    """Facts of some traces, beside the rows that name their rollouts."""
+
+    dropped: pl.DataFrame
+    """DROPPED: spans with withheld attributes."""
+    inherited: pl.DataFrame
+    """Rows that name no rollout."""
 
 
 class RolloutReader:
@@ -73,14 +92,40 @@ class RolloutReader:
         self._settings = settings
         self._reader = StoreReader(client, settings)
         self._owners_of_traces = Discovery(self._reader).owners
+        self._beside = ThreadPoolExecutor(1, "spans of rollouts")
+        self._within = ThreadPoolExecutor(2, "traces and calls of rollouts")
+        self._begun: _Read | None = None
+        self._calls_begun: _Read | None = None
 
     def now(self) -> datetime:
         """Return the store's clock, which dates every arrival."""
         return self._reader.now()
 
+    def begin(self, rollouts: pl.DataFrame) -> None:
+        """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts."""
+        few = 0 < rollouts.height <= _FEW
+        self._begun = (_keys(rollouts["RolloutId"]), self._beside.submit(self._arrivals, rollouts)) if few else None
+
     def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Return ARRIVALS of the given rollouts (RolloutId, TraceId), a row each delivery."""
-        return self._with_inherited(self._by_keys(rollouts["RolloutId"], _NAMED), rollouts["TraceId"])
+        begun, self._begun = self._begun, None
+        if begun:
+            rows = begun[1].result()  # also of others: it would go on reading
+            if begun[0] == _keys(rollouts["RolloutId"]):
+                return rows
+        return self._arrivals(rollouts)
+
+    def _arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        self._calls_begun = None
+        nearby = self._within.submit(self._nearby, rollouts["TraceId"])
+        by_key = self._by_keys(rollouts["RolloutId"], _NAMED)
+        others = by_key["TraceId"].filter(~by_key["TraceId"].is_in(rollouts["TraceId"].implode()))
+        arrivals = _with_dropped(by_key, [*nearby.result(), *self._nearby(others)])
+        if rollouts.height <= _FEW:
+            # After the spans: a span without its calls is left out later, calls without their span are not.
+            keys = _keys_of_calls(rollouts, arrivals)
+            self._calls_begun = _keys(keys), self._within.submit(self._calls, keys)
+        return arrivals
 
     def owners(self, arrivals: pl.DataFrame) -> pl.DataFrame:
         """Return OWNERS of the traces of ARRIVALS that name no rollout: whose they are depends on spans that may not be among them."""
@@ -90,8 +135,9 @@ class RolloutReader:
         """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others', and OWNERS of their traces."""
         matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
         spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching), "EventIndex")
-        inherited = spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()
-        return self._frames(_read_of(rollouts, spans), spans, self._calls(pl.concat([rollouts["RolloutId"], inherited])), owners)
+        keys, (begun, self._calls_begun) = _keys_of_calls(rollouts, spans), (self._calls_begun, None)
+        calls = begun[1].result() if begun and begun[0] == _keys(keys) else self._calls(keys)
+        return self._frames(_read_of(rollouts, spans), spans, calls, owners)
 
     def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
         """Return the frames of rollouts without a root that claims their traces: each row is claimed by its own trace.
@@ -101,24 +147,22 @@ class RolloutReader:
             traces: traces of calls of these rollouts.
         """
         by_key = self._by_keys(rollouts["RolloutId"], _ANY)
-        spans = _first_deliveries(self._with_inherited(by_key, traces), "EventIndex")
+        nearby = self._nearby(pl.concat([traces, by_key["TraceId"]]))
+        spans = _first_deliveries(_with_dropped(by_key, nearby), "EventIndex")
         calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
         owners = self._owners_of_traces(pl.concat([spans["TraceId"], calls["TraceId"]]))
         once = spans.unique([*SPAN, "RowKind", "EventIndex"], maintain_order=True)
         return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS), owners)
 
-    def _with_inherited(self, by_key: pl.DataFrame, traces: pl.Series) -> pl.DataFrame:
-        """Return ARRIVALS: the rows found by their keys, and unnamed rows of the same and of the given traces."""
-        dropped, inherited = list[pl.DataFrame](), list[pl.DataFrame]()
-        for trace_batch in batches(pl.concat([traces, by_key["TraceId"]])):
-            nearby = self._reader.frame(_BY_TRACE.format(traces=constant(trace_batch)))
-            dropped.append(nearby.filter(pl.col("RolloutKey") == ""))
-            inherited.append(self._by_keys(nearby["RolloutKey"].filter(nearby["RolloutKey"] != ""), _INHERITED, trace_batch))
-        rows, withheld = pl.concat([by_key, *inherited]), concat(dropped, DROPPED)
-        if withheld.is_empty():
-            return rows.with_columns(Dropped=pl.lit(False))
-        among = withheld.select(pl.struct(*DROPPED)).to_series().implode()
-        return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
+    def _nearby(self, traces: pl.Series) -> list[_Nearby]:
+        """Return the facts of traces, some traces at a time."""
+        parts = list[_Nearby]()
+        for trace_batch in batches(traces):
+            rows = self._reader.frame(_BY_TRACE.format(traces=constant(trace_batch)))
+            is_key = pl.col("RolloutKey") != ""
+            keys = rows.filter(is_key)["RolloutKey"]
+            parts.append(_Nearby(rows.filter(~is_key), self._by_keys(keys, _INHERITED, trace_batch)))
+        return parts
 
     def _by_keys(self, keys: pl.Series, where: str, traces: Collection[bytes] = ()) -> pl.DataFrame:
         """Return rows of spangrad_internal.rollout_spans by their keys that meet a condition, which may use `traces`."""
@@ -156,6 +200,26 @@ class RolloutReader:
             answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(batch))
             parts.append(answered.join(batch, on=SPAN, how="semi"))
         return concat(parts, ANSWERS)
+
+
+def _keys(names: pl.Series) -> frozenset[bytes]:
+    """Return names as a set; as bytes: a store may hold keys that are not UTF-8."""
+    return frozenset(names.cast(pl.Binary).to_list())
+
+
+def _keys_of_calls(rollouts: pl.DataFrame, spans: pl.DataFrame) -> pl.Series:
+    """Return the keys of the calls of rollouts: their names, and the traces of the gateway's spans (ARRIVALS) that name none."""
+    return pl.concat([rollouts["RolloutId"], spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()])
+
+
+def _with_dropped(by_key: pl.DataFrame, nearby: Iterable[_Nearby]) -> pl.DataFrame:
+    """Return ARRIVALS: the rows found by their keys, and those near them, marked where the gateway withheld attributes."""
+    parts = list(nearby)
+    rows, withheld = pl.concat([by_key, *(part.inherited for part in parts)]), concat([part.dropped for part in parts], DROPPED)
+    if withheld.is_empty():
+        return rows.with_columns(Dropped=pl.lit(False))
+    among = withheld.select(pl.struct(*DROPPED)).to_series().implode()
+    return rows.with_columns(Dropped=pl.struct(*DROPPED).is_in(among))
 
 
 def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:

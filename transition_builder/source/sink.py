@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import polars as pl
 
@@ -33,13 +33,20 @@ _LONG = {"PromptIds", "ResponseIds", "Logprobs"}
 _BETWEEN, _WITHIN = "\x1f", "\x1e"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Written:
     """Rows of new revisions."""
 
     rows: Built
-    builds: pl.DataFrame
-    """BUILDS: revisions of `rows`."""
+    rollouts: pl.DataFrame
+    """ROLLOUTS of `rows`, with Revision and Content."""
+    spec: str
+    builder: str
+
+    @cached_property
+    def builds(self) -> pl.DataFrame:
+        """Return BUILDS: revisions of `rows`."""
+        return conform(_builds(self.rollouts, self.rows, self.spec, self.builder), BUILDS)
 
 
 class Sink:
@@ -64,10 +71,12 @@ class Sink:
         """
         new_rows = revise(built, rollouts, self._known.of(rollouts["RolloutId"]), self._reader.spec, self._builder)
         filled = [(table, rows) for table in _TABLES if (rows := getattr(new_rows.rows, table)).height]
-        for insert in [self._inserts.submit(self._reader.insert, table, rows) for table, rows in filled]:
+        inserts = [self._inserts.submit(self._reader.insert, table, rows) for table, rows in filled]
+        builds = new_rows.builds  # computed beside the inserts
+        for insert in inserts:
             insert.result()
-        if new_rows.builds.height:
-            self._reader.insert("builds", new_rows.builds)
+        if builds.height:
+            self._reader.insert("builds", builds)
         self._known.forget(rollouts["RolloutId"])
         return new_rows
 
@@ -95,7 +104,7 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
         names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
         of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
         rows = replace(rows, transitions=rows.transitions.update(of_later, on=[*ROLLOUT, "CallId"]))
-    return Written(rows, conform(_builds(rollouts.join(news, on=ROLLOUT), rows, spec, builder), BUILDS))
+    return Written(rows, rollouts.join(news, on=ROLLOUT), spec, builder)
 
 
 def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFrame:
