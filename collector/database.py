@@ -263,6 +263,11 @@ def _own(path: Path) -> int:
         raise StoreError(
             f"the store in {path} is in use by process {owner or 'unknown'}. Stop that process, or set store.path to another directory."
         ) from None
+    except OSError as error:
+        os.close(lock)
+        raise StoreError(
+            f"store.path = {str(path)!r} cannot be locked ({error.strerror}). Set it to a directory on a file system with locks."
+        ) from None
     os.truncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

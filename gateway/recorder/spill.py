@@ -247,6 +247,11 @@ def _own(directory: Path) -> int:
             f"gateway.spill_path = {directory} is in use by the gateway of process {owner or 'unknown'}. "
             "Stop that one, or set gateway.spill_path to another directory."
         ) from None
+    except OSError as error:
+        os.close(lock)
+        raise GatewayError(
+            f"gateway.spill_path = {directory} cannot be locked ({error.strerror}). Set it to a directory on a file system with locks."
+        ) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

@@ -342,9 +342,12 @@ def _only_server(url: sa.URL) -> IO[str]:
         raise QueueError(f"queue.db: {path} cannot be written ({error.strerror}). Name a file that can.") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise _other_server_error(url.render_as_string(hide_password=True)) from None
+    except OSError as error:
+        file.close()
+        raise QueueError(f"queue.db: {path} cannot be locked ({error.strerror}). Name a file on a file system with locks.") from None
     return file
 
 

@@ -41,19 +41,24 @@ class RunDirectory:
         """Create the directory and become its owner.
 
         Raises:
-            SpangradError: another process owns it.
+            SpangradError: another process owns it, or it cannot be locked.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.seek(0)
             owner = lock.read().strip() or "?"
             lock.close()
             raise SpangradError(
                 f"process {owner} runs in {self.path} already. Stop it (`spangrad down` ends what `spangrad up` started), or name another"
                 " directory."
+            ) from None
+        except OSError as error:
+            lock.close()
+            raise SpangradError(
+                f"{self.path / LOCK} cannot be locked ({error.strerror}). Name a directory on a file system with locks."
             ) from None
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -124,9 +129,11 @@ def owner_of(path: Path) -> int | None:
         with (path / LOCK).open("r") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 text = lock.read().strip()
                 return int(text) if text.isdigit() else None
+            except OSError:
+                pass  # no process can own it on a file system without locks
     except FileNotFoundError:
         pass
     return None
