@@ -11,6 +11,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from benchmarks.lookup_data import FOREIGN_RUN, RUNS, SPANS_A_ROLLOUT, STEP, Workload
+from spangrad import semconv
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
@@ -156,6 +157,18 @@ def test_rollout_reader_calls_of_few_rollouts_are_read_once(full: StoreSettings)
     assert_frame_equal(comparable(part.calls), comparable(whole.calls.filter(of_part)))
     assert (whole.calls.height, part.calls.height) == (8 * 8, 3 * 8)
     assert len([sql for sql in recording.asked if "spangrad_internal.calls" in sql]) == 2
+
+
+def test_rollout_reader_many_calls_are_not_read_ahead(full: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = named(full, WORKLOAD.steps(0)[2][24:28])
+    for most, statements in ((32, 1), (31, 0)):
+        monkeypatch.setattr("transition_builder.source.rollouts._FEW_CALLS", most)
+        recording = Recording(connect(full))
+        source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
+        arrivals = source.arrivals(rollouts)
+        source._within.shutdown()  # waits for what was begun
+        assert len([sql for sql in recording.asked if "spangrad_internal.calls" in sql]) == statements
+        assert arrivals.filter(pl.col("ScopeName") == semconv.GATEWAY_SCOPE).height == 32
 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])

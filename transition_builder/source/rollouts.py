@@ -65,7 +65,9 @@ _SETTINGS = (
 )
 """Settings for reads of few granules: one thread, and one block where it is no longer than the part of a result that is buffered."""
 _FEW = 64
-"""Largest number of rollouts that are read beside other work: what is read for nothing costs little then."""
+"""Largest number of rollouts of which spans are read ahead: what is read for nothing costs little then."""
+_FEW_CALLS = 256
+"""Largest number of the gateway's spans of which the calls are read ahead: they may hold 100,000 tokens each."""
 _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId"]
 """Columns that are equal in all deliveries of a row: the sorting key of the tables."""
 
@@ -121,7 +123,7 @@ class RolloutReader:
         by_key = self._by_keys(rollouts["RolloutId"], _NAMED)
         others = by_key["TraceId"].filter(~by_key["TraceId"].is_in(rollouts["TraceId"].implode()))
         arrivals = _with_dropped(by_key, [*nearby.result(), *self._nearby(others)])
-        if rollouts.height <= _FEW:
+        if arrivals.select(IS_GATEWAY.sum()).item() <= _FEW_CALLS:
             # After the spans: a span without its calls is left out later, calls without their span are not.
             keys = _keys_of_calls(rollouts, arrivals)
             self._calls_begun = _keys(keys), self._within.submit(self._calls, keys)
