@@ -162,7 +162,7 @@ class LeasedRows:
         return self.metadata(batch, "policy"), {}
 
     def metadata(self, part: Batch, role: str, *outputs: str, **flags: Any) -> KVBatchMeta:
-        """Return the metadata of rows of the batch for a pass, once what its loss reads is written.
+        """Return the metadata of rows of the batch for a pass, once all of them and what its loss reads are written.
 
         Args:
             part: the rows.
@@ -171,9 +171,10 @@ class LeasedRows:
             flags: of the pass.
         """
         columns = _response_columns(part) if flags.get("compute_loss", True) else {}
-        if columns and part is not self._loss_columns:
+        lacking = any(key not in self._stored for key in self.keys_of(part))  # a smaller part adds no-op rows, with a loss or without
+        if lacking or (columns and part is not self._loss_columns):
             self._put(part, columns)
-            self._loss_columns = part
+            self._loss_columns = part if columns else self._loss_columns
         widths = {"prompt_width": part.prompts.shape[1], "response_width": part.responses.shape[1]}
         counts = {"global_token_num": " ".join(map(str, part.token_counts))}  # a list would be taken for a column
         return KVBatchMeta(

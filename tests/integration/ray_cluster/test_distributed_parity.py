@@ -116,6 +116,18 @@ def test_token_estimator_on_ranks_equals_one_process(name: Any, optimizers: dict
         assert steps[2]["critic_loss"] == pytest.approx(steps[0]["critic_loss"], **NEAR)
 
 
+def test_step_with_one_reshaped_row_on_ranks_equals_one_process(optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame):
+    """Its own pass has no loss, and a no-op row that the batch of four has not."""
+    chosen = settings(tiny_model, **BASE)
+    steps: dict[int, dict[str, float]] = {}
+    for count, optimizer in optimizers.items():
+        batch = batch_of(rows[:4], pl.Series(np.linspace(-1, 1, 4)), optimizer)
+        assert len(batch.reshaped) == 4
+        steps[count] = step(optimizer, chosen, replace(batch, reshaped=np.arange(4) == 1))
+    require_alike(steps)
+    assert steps[2]["reshaped_weight_mean"] == pytest.approx(steps[0]["reshaped_weight_mean"], **NEAR)
+
+
 def test_three_grpo_steps_on_ranks_equal_one_process(optimizers: dict[int, VerlOptimizer], tiny_model: Path, rows: pl.DataFrame) -> None:
     """Rows leave the queue after each step."""
     import transfer_queue
