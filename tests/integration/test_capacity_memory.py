@@ -67,7 +67,7 @@ def measured(jobs: list[dict[str, Any]], rendezvous: Path, ranks: int) -> list[l
 def planned_bytes(planned: dict[str, Any], ranks: int, parameters: int) -> int:
     model, settings = architecture_of(planned["config"], Path("config.json")), trainer_settings(**planned["settings"])
     assert model.parameters == parameters
-    host = memory.trainer_host(model, settings, ranks, 1, 0, first=True)
+    host = memory.trainer_host(model, settings, ranks, 1, 0, first=True, engine_width=2)
     copies = sum(item.bytes for item in host if item.name in COPIES)
     return memory.peak_bytes(memory.trainer_gpu(model, settings, ranks, "cpu")) + copies
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from trainer.capacity.architecture import Architecture, architecture_of, read_ar
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.memory import MemoryItem
 from trainer.capacity.search import CapacityPlan, best_of, by_layout, candidates
+from trainer.publish.parts import HeldParts
+from trainer.publish.shared_file import FilePart
 
 MODELS = Path(__file__).parents[1] / "fixtures/models"
 SMALL = read_architecture(MODELS / "qwen2.5-7b-instruct")
@@ -72,7 +75,8 @@ def on_gpu(model: Architecture, changes: dict[str, Any], ranks: int, device: mem
 
 
 def on_host(model: Architecture, changes: dict[str, Any], ranks: int, host_ranks: int) -> int:
-    return memory.peak_bytes(memory.trainer_host(model, trainer_settings(**changes), ranks, host_ranks, 1000, first=True))
+    items = memory.trainer_host(model, trainer_settings(**changes), ranks, host_ranks, 1000, first=True, engine_width=2)
+    return memory.peak_bytes(items)
 
 
 @given(models, trainers, st.integers(1, 63))
@@ -210,6 +214,40 @@ def test_best_of_within_known_memory_of_hosts_writes_smaller_versions() -> None:
     assert memory.peak_bytes(bound.first_host) <= 200e9
     short = planned(LARGE, "8x80", 2, 5)
     assert any(miss.startswith("a trainer's host needs ") for miss in short.misses)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sync", "bytes_a_parameter"),
+    [
+        ("auto", {"method": "transfer"}, 2 + 4 / 8),
+        ("float32", {"method": "transfer"}, 4 + 6 / 8),
+        ("auto", {"method": "transfer", "delta": False}, 2),
+        ("auto", {"method": "transfer", "publish": False}, 0),
+        ("auto", {}, 0),
+    ],
+)
+def test_memory_of_host_has_weights_that_are_sent(dtype: str, sync: dict[str, object], bytes_a_parameter: float) -> None:
+    flags: dict[str, Any] = {f"trainer__weight_sync__{name}": value for name, value in sync.items()}
+    plan = planned(LARGE, "8x80", 2, engine__dtype=dtype, trainer__lora__rank=0, **flags)
+    for items in filter(None, (plan.first_host, plan.other_host)):
+        sent = next(item for item in items if item.name == "weights that are sent")
+        of_host = plan.settings.trainer.workers.per_node / plan.ranks
+        assert sent.bytes == pytest.approx(bytes_a_parameter * LARGE.parameters * of_host, rel=1e-6)
+        assert sent.phase == memory.ALWAYS, "they are kept from one publication to the next"
+
+
+def test_sent_bytes_are_those_that_rank_holds_where_most_changes_are_kept() -> None:
+    words = SMALL.hidden * SMALL.kv_width
+    before = np.zeros(words, np.float32)
+    after = np.where(np.arange(words) % 8 == 0, np.float32(1), before)
+    held = HeldParts("bfloat16")
+    for version, values in enumerate((before, after)):
+        held.take([FilePart("w", "F32", values.shape, 0, values)], str(version), keep_changes=True)
+    (part,) = held._parts
+    assert part.changes is not None
+    kept = part.words.nbytes + part.changes.places.nbytes + part.changes.differences.nbytes
+    sent = memory.sent_bytes(SMALL, trainer_settings(weight_sync__method="transfer"), 2)
+    assert kept / words == pytest.approx(sent / SMALL.parameters, rel=1e-6)
 
 
 def test_best_of_where_nothing_fits_names_need_and_limit_of_nearest_miss() -> None:

@@ -203,7 +203,7 @@ def _update(model: Architecture, settings: TrainerSettings, ranks: int, device: 
 
 
 def trainer_host(
-    model: Architecture, settings: TrainerSettings, ranks: int, host_ranks: int, batch_tokens: int, *, first: bool
+    model: Architecture, settings: TrainerSettings, ranks: int, host_ranks: int, batch_tokens: int, *, first: bool, engine_width: int
 ) -> list[MemoryItem]:
     """Return the main memory of a host.
 
@@ -214,12 +214,14 @@ def trainer_host(
         host_ranks: number of the host's ranks.
         batch_tokens: number of tokens of a step's batch.
         first: True for the host of rank 0 and of the trainer's own process.
+        engine_width: bytes of a value in the engines' dtype.
     """
     trained, moved = trained_parameters(model, settings), moved_bytes(model, settings)
     waiting = moved + checkpoint_bytes(model, settings) if moved else 0  # a version is written meanwhile
     return [
         MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_RAY if settings.workers.per_node else 0)),
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
+        MemoryItem("weights that are sent", sent_bytes(model, settings, engine_width) * host_ranks // ranks),
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
@@ -235,6 +237,19 @@ def moved_bytes(model: Architecture, settings: TrainerSettings) -> int:
     critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
     models = (1 + bool(settings.loss.kl_coef)) * model.parameters + _adapters(model, settings)
     return models * _FLOAT32 + trained * _MOMENTS + critic
+
+
+def sent_bytes(model: Architecture, settings: TrainerSettings, engine_width: int) -> int:
+    """Return the bytes that all ranks copy to send weights (`trainer.publish.parts.HeldParts`): all words in the engines' dtype, once.
+
+    With trainer.weight_sync.delta also what changed since the version before: an eighth of the words at most, each with its number in two
+    bytes. Without it the copies are freed after each publication, which may be beside any phase.
+    """
+    sync = settings.weight_sync
+    if not sync.publish or sync.method != "transfer":
+        return 0
+    changes = model.parameters // 8 * (2 + engine_width) if sync.delta else 0
+    return model.parameters * engine_width + changes
 
 
 def held_versions(settings: TrainerSettings) -> int:

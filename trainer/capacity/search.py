@@ -272,10 +272,11 @@ def _value(settings: Any, key: str) -> object:
 def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: _Layout) -> CapacityPlan:
     work = timing.workload(model, settings)
     host_ranks = max(settings.trainer.workers.per_node, 1)
-    ranks = host_ranks * layout.hosts
+    ranks, width = host_ranks * layout.hosts, engines.engine_width(settings.engine)
 
     def host(*, first: bool) -> tuple[MemoryItem, ...]:
-        return tuple(memory.trainer_host(model, settings.trainer, ranks, host_ranks, work.all_tokens, first=first))
+        items = memory.trainer_host(model, settings.trainer, ranks, host_ranks, work.all_tokens, first=first, engine_width=width)
+        return tuple(items)
 
     return CapacityPlan(
         model=model,
