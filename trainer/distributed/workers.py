@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import BadRowsError, LedgerError, TrainerError
+from spangrad.errors import BadRowsError, SpangradError, TrainerError
 from spangrad.ray_connection import first_line
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums, added
@@ -79,18 +79,22 @@ class DistributedWorkers:
 
         Raises:
             BadRowsError: rows fail a check.
-            LedgerError: a phase raised it.
             TrainerError: a rank, or the queue of the rows, died or failed.
+            SpangradError: a phase raised it.
         """
         trainer = self._alive()
         try:
             trainer.train(phases)
             trainer.replay_buffer.clear()
-        except (BadRowsError, LedgerError):
+        except BadRowsError:
             trainer.replay_buffer.clear()
             raise
         except TrainerError:  # of a rank, or the queue of the rows
             self._end(True)
+            raise
+        except SpangradError:  # of the caller's `before_update`, such as a commit's or the ledger's, unless ranks that are stuck were ended
+            if self._trainer:
+                trainer.replay_buffer.clear()
             raise
         except Exception as error:  # verl and TransferQueue have no family of errors
             self._end(True)

@@ -227,6 +227,22 @@ def test_ray_worker_writes_checkpoint_beside_passes(engines: dict[int, VerlOptim
         engine.write(tmp_path / "no directory")
 
 
+def test_ray_workers_outlive_error_of_commit_before_update(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
+    import transfer_queue
+
+    engine = engines[2]
+    pids = rank_pids(engine)
+
+    def before_update() -> None:
+        raise CheckpointError("version 1 could not be written: the disk is full.")
+
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        engine.step(batch(engine, rows, current=False), before_update)
+    assert rank_pids(engine) == pids
+    assert not any(transfer_queue.kv_list().values())
+    engine._workers.everywhere("undo_step")
+
+
 def test_ray_worker_that_dies_ends_step_with_error(engines: dict[int, VerlOptimizer], rows: pl.DataFrame) -> None:
     """Kill -9 the second of two, which is stopped, so that the first waits for it. The next `reset` makes another."""
     engine = engines[2]
