@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,6 +21,8 @@ class Flusher:
     """Flushes the tracer provider off the event loop; attempts that end during a flush share the next one."""
 
     def __init__(self) -> None:
+        # A thread of its own: in the loop's threads a flush would wait for tools of agents.
+        self._thread = ThreadPoolExecutor(1, "flush")
         self._turn = asyncio.Lock()
         self._next: asyncio.Task[bool] | None = None
 
@@ -34,7 +37,9 @@ class Flusher:
             await asyncio.sleep(_GATHER_SECONDS)
             self._next = None  # spans that end from here on need another flush
             provider = trace.get_tracer_provider()
-            if not isinstance(provider, TracerProvider) or await asyncio.to_thread(provider.force_flush, _FLUSH_MILLISECONDS):
+            if not isinstance(provider, TracerProvider):
+                return True
+            if await asyncio.get_running_loop().run_in_executor(self._thread, provider.force_flush, _FLUSH_MILLISECONDS):
                 return True
             print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
             return False

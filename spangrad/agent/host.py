@@ -293,8 +293,11 @@ class LoopWriter:
 
 
 async def _serve(host: Host, jobs: int, answers: int) -> bool:
+    loop = asyncio.get_running_loop()
+    # The loop's own pool has a few threads for each CPU: calls of models and tools of agents would wait for each other.
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS, "asyncio"))
     reader = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(jobs, "rb"))
     writer = LoopWriter(answers)
     try:
         return await host.serve(reader, writer.put)

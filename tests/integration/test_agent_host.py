@@ -74,6 +74,12 @@ AGENT = """
             thread.start()
             thread.join()
 
+    met = threading.Barrier(40)
+
+    async def meets_others(given):
+        await asyncio.to_thread(met.wait, 20)
+        return 1.0
+
     def undecided(given, output):
         return None
 
@@ -183,6 +189,15 @@ def test_agent_host_attempts_in_threads_run_evaluator(tmp_path: Path) -> None:
         sink.wait_for(lambda: len([span for span in sink.spans if span.name == "sync"]) == 7)
         host.send({"cancel": "g"})
         assert host.answer() == answered("g", failure="timeout", detail="cancelled", stuck=True, flushed=False)
+
+
+def test_agent_host_threads_of_async_attempts_run_concurrently(tmp_path: Path) -> None:
+    names = {f"{number:02}" for number in range(40)}  # more than the default pool of any event loop has threads
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--agent", "mine:meets_others") as host:
+        assert host.answer() == {"ready": True}
+        host.send(*(job(name, None) for name in names))
+        answers = [host.answer() for _ in names]
+        assert {(answer["id"], answer["reward"]) for answer in answers} == {(name, 1.0) for name in names}
 
 
 def test_agent_host_attempt_that_ended_in_time_stands_while_store_is_away(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -45,3 +47,15 @@ async def test_flusher_attempt_that_ends_after_a_flush_has_another(provider: Cou
     assert await flusher.flush()
     assert await flusher.flush()
     assert provider.flushes == 2
+
+
+async def test_flusher_flush_does_not_wait_for_threads_of_agents(provider: CountingProvider) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    tool_ends = threading.Event()
+    tool = asyncio.create_task(asyncio.to_thread(tool_ends.wait, 30))
+    try:
+        assert await asyncio.wait_for(flushing.Flusher().flush(), 5)
+    finally:
+        tool_ends.set()
+    assert await tool
+    assert provider.flushes == 1
