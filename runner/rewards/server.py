@@ -12,13 +12,13 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from spangrad.agent.reward_values import rewards_from
+from spangrad.episode.user_calls import thread_call
 from spangrad.http import server as http_server
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
@@ -96,8 +96,9 @@ class EvaluatorRoutes:
             task.exception()  # mark as retrieved
 
     async def _judge(self, judged: EvaluationRequest) -> Any:
-        work = partial(self._evaluator, judged.input, judged.output, **dict.fromkeys(self._takes_environment, judged.environment))
+        keywords = dict.fromkeys(self._takes_environment, judged.environment)
         if inspect.iscoroutinefunction(self._evaluator):
-            return await work()
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await self._evaluator(judged.input, judged.output, **keywords)
+        call = thread_call(self._evaluator, judged.input, judged.output, **keywords)
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await result if inspect.isawaitable(result) else result

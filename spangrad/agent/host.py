@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextvars
 import gc
 import inspect
 import json
@@ -33,7 +32,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +51,7 @@ from spangrad.agent.propagation import context_from
 from spangrad.agent.reward_values import rewards_from
 from spangrad.callables import load, load_agent
 from spangrad.episode.adapters.references import factory_of
+from spangrad.episode.user_calls import plain_exceptions, thread_call
 from spangrad.errors import AgentError, EnvironmentsError
 from spangrad.processes import MARK, kill_marked
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
@@ -163,7 +162,8 @@ class Host:
         given, stages, partial_after = job["input"], self._stages, ""
         if stages.initialiser is not None:
             try:
-                await environment.open(self._call, given)
+                with plain_exceptions():
+                    await environment.open(self._call, given)
             except (Exception, SystemExit) as error:  # an exception of the user's code ends the attempt, not the host
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
@@ -235,18 +235,19 @@ class Host:
             self._gates.pop(name, None)
 
     async def _call(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        if _is_async(function):
-            return await function(*args, **kwargs)
-        thread = self._pool.submit(contextvars.copy_context().run, partial(function, *args, **kwargs))
-        self._threads.add(thread)
-        thread.add_done_callback(self._threads.discard)
-        try:
-            result = await asyncio.wrap_future(thread)
-        except asyncio.CancelledError:
-            if not thread.done():
-                raise _StuckError from None
-            raise
-        return await result if inspect.isawaitable(result) else result
+        with plain_exceptions():
+            if _is_async(function):
+                return await function(*args, **kwargs)
+            thread = self._pool.submit(thread_call(function, *args, **kwargs))
+            self._threads.add(thread)
+            thread.add_done_callback(self._threads.discard)
+            try:
+                result = await asyncio.wrap_future(thread)
+            except asyncio.CancelledError:
+                if not thread.done():
+                    raise _StuckError from None
+                raise
+            return await result if inspect.isawaitable(result) else result
 
 
 class _StuckError(asyncio.CancelledError):

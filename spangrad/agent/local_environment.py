@@ -12,7 +12,6 @@ without arguments: the environment is its `EnvironmentCalls`.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable
@@ -22,6 +21,7 @@ from typing import Any
 
 from spangrad.episode.adapters.references import is_factory
 from spangrad.episode.environment import EnvironmentCalls
+from spangrad.episode.user_calls import plain_exceptions, thread_call
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
@@ -74,7 +74,8 @@ class LocalEnvironment:
         timeout = asyncio.timeout(_CLOSE_SECONDS)
         try:
             async with timeout:
-                await self._call(close)
+                with plain_exceptions():
+                    await self._call(close)
         except (Exception, SystemExit):  # whatever it raises, the attempt's result is known
             traceback.print_exc()
         self._closed_in_time = not timeout.expired()
@@ -83,6 +84,6 @@ class LocalEnvironment:
     async def _call(self, close: Callable[[], Any]) -> None:
         loop = asyncio.get_running_loop()
         in_loop = inspect.iscoroutinefunction(close)
-        result = close() if in_loop else await loop.run_in_executor(self._threads, contextvars.copy_context().run, close)
+        result = close() if in_loop else await loop.run_in_executor(self._threads, thread_call(close))
         if inspect.isawaitable(result):
             await result

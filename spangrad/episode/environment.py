@@ -9,16 +9,15 @@ Only the standard library: agents' processes import this.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, Self, TypeGuard, cast
 
+from spangrad.episode.user_calls import thread_call
 from spangrad.errors import EnvironmentsError
 
 Content = str | list[dict[str, Any]]
@@ -125,7 +124,7 @@ class EnvironmentCalls:
             EnvironmentsError: what the factory returns lacks a method.
         """
         thread = ThreadPoolExecutor(1, "environment")
-        created = thread.submit(contextvars.copy_context().run, factory)
+        created = thread.submit(thread_call(factory))
         try:
             return cls(await asyncio.wrap_future(created), thread)
         except BaseException:
@@ -211,8 +210,7 @@ class EnvironmentCalls:
     async def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
         if inspect.iscoroutinefunction(method):
             return await method(*arguments)
-        context = contextvars.copy_context()
-        result = await asyncio.get_running_loop().run_in_executor(self._thread, partial(context.run, method, *arguments))
+        result = await asyncio.get_running_loop().run_in_executor(self._thread, thread_call(method, *arguments))
         return await result if inspect.isawaitable(result) else result
 
 

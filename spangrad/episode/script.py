@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from spangrad.episode.player import ModelReply, ReplyRequest
+from spangrad.episode.user_calls import thread_call
 from spangrad.errors import SettingsError
 
 
@@ -45,5 +46,5 @@ class ScriptModel:
         if inspect.iscoroutinefunction(self.function):
             text = await self.function(request.messages)
         else:
-            text = await asyncio.to_thread(self.function, request.messages)
+            text = await asyncio.to_thread(thread_call(self.function, request.messages))
         return ModelReply({"role": "assistant", "content": str(text)}, "stop")

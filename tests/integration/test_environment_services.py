@@ -11,13 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
 from runner.queue.wire import RolloutState
+from runner.rewards.server import running
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, wait_until
+from spangrad.settings import RewardServiceSettings, Settings
 from spangrad.types import Mode, Task
 from tests.support.processes import ForkedChild
 from tests.support.runners import is_state, kill, new_rollouts, queue_settings, runner_services, serving
@@ -100,6 +103,19 @@ async def test_environments_and_rewards_services_serve_rollouts(tmp_path: Path, 
         environments.process.terminate()
         assert await asyncio.to_thread(environments.process.wait, 30) == 0
         assert worlds(tmp_path) == []
+
+
+def ends(given: object, output: object) -> float:
+    """Raise StopIteration in place of a reward."""
+    return next(iter([]))
+
+
+async def test_rewards_service_answers_evaluator_that_raises_stop_iteration() -> None:
+    (port,) = free_ports(1)
+    async with running(Settings(rewards=RewardServiceSettings(port=port)), ends) as url, aiohttp.ClientSession() as client:
+        judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
+        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(5)) as answer:
+            assert (answer.status, await answer.json()) == (500, {"error": "RuntimeError: ends raised StopIteration"})
 
 
 @pytest.mark.slow

@@ -199,6 +199,11 @@ async def test_script_writes_replies_from_the_messages() -> None:
     assert reply == ModelReply({"role": "assistant", "content": "2"}, "stop")
 
 
+async def test_script_that_raises_stop_iteration_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        await asyncio.wait_for(ScriptModel(lambda messages: next(iter(messages))).reply(ReplyRequest([])), 5)
+
+
 @pytest.mark.parametrize("reference", ["no_such_module:f", "json:no_such_function", "json"])
 def test_script_that_cannot_be_imported_is_named(reference: str) -> None:
     with pytest.raises(SettingsError, match=f"the script '{reference}' cannot be imported"):

@@ -1,0 +1,47 @@
+"""Calls of users' functions by an event loop: what they raise reaches the loop's own handlers.
+
+In: a function, or the work that awaits it. Out: its result, or an exception. Invariant: no exception of a user's code is lost in a
+future, or passes for one of the event loop itself.
+
+Only the standard library: agents' processes import this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+
+def thread_call(function: Callable[..., Any], /, *arguments: object, **keywords: object) -> Callable[[], Any]:
+    """Return a call of a function for a thread of a pool, in a copy of the current context.
+
+    The call raises RuntimeError where the function raises StopIteration: no future of asyncio takes that, so its result would never come.
+    """
+    context = contextvars.copy_context()
+
+    def call() -> Any:
+        try:
+            return context.run(function, *arguments, **keywords)
+        except StopIteration as error:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise RuntimeError(f"{name} raised StopIteration") from error
+
+    return call
+
+
+@contextmanager
+def plain_exceptions() -> Generator[None]:
+    """Replace an exception that `except Exception` does not catch by a RuntimeError with that cause; exits and interrupts stay.
+
+    Raises:
+        RuntimeError: something else that is no `Exception` was raised, as by extensions that panic.
+    """
+    try:
+        yield
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

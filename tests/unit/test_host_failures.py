@@ -1,0 +1,124 @@
+"""Answers of an agent host for what a user's code raises: each attempt is answered, by the stage that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from spangrad.agent.attempt_answer import Stages
+from spangrad.agent.host import Host
+from spangrad.episode.environment import StepResult
+
+
+class PanicError(BaseException):
+    """Exception as extensions in Rust raise it: no `Exception`."""
+
+
+def ends(given: object, *_: object) -> float:
+    """Raise StopIteration in place of a value."""
+    return next(iter([]))
+
+
+def panics(given: object, *_: object) -> float:
+    raise PanicError("index out of bounds")
+
+
+async def panics_in_loop(given: object, *_: object) -> float:
+    raise PanicError("index out of bounds")
+
+
+def works(given: object, *_: object) -> float:
+    return 1.0
+
+
+class EndsAtStart:
+    """Environment that cannot be created."""
+
+    def __init__(self) -> None:
+        next(iter([]))
+
+    def reset(self, task: Any) -> Any: ...
+
+    def step(self, action: Any) -> Any: ...
+
+
+class EndsInStep:
+    """Environment whose every step fails."""
+
+    def reset(self, task: Any) -> Any:
+        return "begun"
+
+    def step(self, action: Any) -> StepResult:
+        return next(iter([]))
+
+    def close(self) -> None:
+        panics(None)
+
+
+class Closes:
+    """Value of an initialiser, with a way to close it."""
+
+    def __init__(self, close: Callable[[object], object]) -> None:
+        self._close = close
+
+    def close(self) -> None:
+        self._close(None)
+
+
+async def acts(given: object, environment: Any) -> None:
+    await environment.reset(given)
+    await environment.step("go")
+
+
+async def answer_of(stages: Stages) -> Mapping[str, Any]:
+    """Return a host's answer for one attempt, whose stages begin as soon as they can."""
+    jobs, messages, answered = asyncio.StreamReader(), list[Mapping[str, Any]](), asyncio.Event()
+
+    def receive(message: Mapping[str, Any]) -> None:
+        messages.append(message)
+        if "stage" in message:
+            jobs.feed_data(json.dumps({"go": "a"}).encode() + b"\n")
+        else:
+            answered.set()
+
+    serving = asyncio.create_task(Host(stages).serve(jobs, receive))
+    jobs.feed_data(json.dumps({"id": "a", "input": None}).encode() + b"\n")
+    try:
+        await asyncio.wait_for(answered.wait(), 10)
+    finally:
+        jobs.feed_eof()
+        await serving
+    return messages[-1]
+
+
+@pytest.mark.parametrize(
+    ("stages", "failure", "detail"),
+    [
+        (Stages(ends), "exception", "RuntimeError: ends raised StopIteration"),
+        (Stages(works, evaluator=ends), "evaluation", "RuntimeError: ends raised StopIteration"),
+        (Stages(works, initialiser=ends), "environment", "RuntimeError: ends raised StopIteration"),
+        (Stages(works, initialiser=EndsAtStart), "environment", "RuntimeError: EndsAtStart raised StopIteration"),
+        (Stages(acts, initialiser=EndsInStep), "exception", "RuntimeError: EndsInStep.step raised StopIteration"),
+        (Stages(panics), "exception", "RuntimeError: PanicError: index out of bounds"),
+        (Stages(panics_in_loop), "exception", "RuntimeError: PanicError: index out of bounds"),
+        (Stages(works, evaluator=panics), "evaluation", "RuntimeError: PanicError: index out of bounds"),
+        (Stages(works, initialiser=panics), "environment", "RuntimeError: PanicError: index out of bounds"),
+        (Stages(ends, on_failure=panics), "exception", "RuntimeError: ends raised StopIteration"),
+    ],
+)
+async def test_host_answers_exception_that_futures_or_handlers_refuse(stages: Stages, failure: str, detail: str) -> None:
+    answer = await answer_of(stages)
+    assert (answer["failure"], answer["detail"], answer["stuck"]) == (failure, detail, False)
+
+
+@pytest.mark.parametrize("close", [ends, panics])
+async def test_host_attempt_keeps_result_where_close_raises(close: Callable[[object], object]) -> None:
+    def initialise(given: object) -> Closes:
+        return Closes(close)
+
+    answer = await answer_of(Stages(works, initialiser=initialise))
+    assert (answer["reward"], answer["failure"], answer["stuck"]) == (1.0, None, False)
