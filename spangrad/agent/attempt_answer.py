@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from spangrad.agent.command import ExitCode, InvalidOutput, SandboxNotSetUp
@@ -37,6 +37,10 @@ class AttemptReply:
     """True if its spans were sent."""
     output: object = None
     """Output of the agent, where a service evaluates it."""
+
+    def message(self) -> dict[str, object]:
+        """Return it as a message to the runner; `asdict` would copy the output, which a deep one does not stand."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +92,11 @@ def is_empty(output: object) -> bool:
 
 
 def handed_on(name: str, output: object) -> AttemptReply:
-    """Return an answer whose output a service evaluates."""
+    """Return an answer whose output a service evaluates: what its JSON means, so that nothing of the agent's is left in it."""
     try:
-        json.dumps(output, allow_nan=False)
+        plain = json.loads(json.dumps(output, allow_nan=False))
+    except RecursionError as error:  # no part of it is shown, since that would be as deep
+        return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output is nested too deeply for JSON: {error}")
     except (TypeError, ValueError) as error:
         return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output {output!r:.200} is not JSON: {error}")
-    return AttemptReply(name, output=output)
+    return AttemptReply(name, output=plain)

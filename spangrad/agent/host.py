@@ -31,7 +31,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -97,7 +97,7 @@ class Host:
 
         async def attempt(job: Mapping[str, Any]) -> None:
             try:
-                answer(asdict(await self._attempt(job)))
+                answer((await self._attempt(job)).message())
             finally:
                 running.pop(job["id"], None)
                 self._cancelled.discard(job["id"])
@@ -181,7 +181,8 @@ class Host:
         if stages.empty_reward is not None and (stages.outputs or stages.evaluator is not None) and is_empty(output):
             return AttemptReply(name, stages.empty_reward, detail=partial_after)
         if stages.outputs:
-            return replace(handed_on(name, output), detail=partial_after)
+            reply = handed_on(name, output)
+            return reply if reply.failure else replace(reply, detail=partial_after)
         if stages.evaluator is not None:
             await self._gate(name, Stage.EVALUATE)
             try:

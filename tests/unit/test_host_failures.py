@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -113,6 +114,34 @@ async def answer_of(stages: Stages) -> Mapping[str, Any]:
 async def test_host_answers_exception_that_futures_or_handlers_refuse(stages: Stages, failure: str, detail: str) -> None:
     answer = await answer_of(stages)
     assert (answer["failure"], answer["detail"], answer["stuck"]) == (failure, detail, False)
+
+
+def nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("output", [defaultdict(list[int], a=[1]), Counter("aab"), nested(600)], ids=["defaultdict", "Counter", "deep"])
+async def test_host_answers_output_of_any_dict_or_depth_as_json(output: object) -> None:
+    answer = await answer_of(Stages(lambda given: output, outputs=True))  # pyright: ignore[reportUnknownLambdaType]
+    assert (answer["failure"], answer["output"]) == (None, output)
+    assert json.loads(json.dumps(answer))["output"] == output
+
+
+@pytest.mark.parametrize(
+    ("output", "detail"),
+    [
+        (nested(100_000), "the output is nested too deeply for JSON: maximum recursion depth exceeded"),
+        ({"a": float("nan")}, "the output {'a': nan} is not JSON: Out of range float values are not JSON compliant"),
+    ],
+    ids=["deep", "nan"],
+)
+async def test_host_output_without_json_is_invalid_and_named(output: object, detail: str) -> None:
+    answer = await answer_of(Stages(lambda given: output, outputs=True))  # pyright: ignore[reportUnknownLambdaType]
+    assert answer["failure"] == "invalid_output"
+    assert answer["detail"].startswith(detail)
 
 
 @pytest.mark.parametrize("close", [ends, panics])
