@@ -1,11 +1,13 @@
 """Program in a sandbox that runs Python code in one namespace, piece by piece, as a notebook does.
 
-In, on descriptor 3: pieces, each ended by a NUL. Out, on the standard output: what they print, the value of a last expression, tracebacks,
-then the marker that is the argument; on descriptor 4 the status, the working directory and a NUL. It imports the standard library alone.
+In, on descriptor 3: pieces, each ended by a NUL. Out, on the standard output: what they print, the value of a last expression, tracebacks;
+then on descriptor 4 the status, the working directory and a NUL; then on the standard output the marker that is the argument. Invariant: an
+interruption reaches pieces alone, so that each has its status and its marker. It imports the standard library alone.
 """
 
 import ast
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -20,6 +22,7 @@ def main() -> None:
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.path.insert(0, str(Path.cwd()))
     sys.stdin = Path(os.devnull).open()  # noqa: SIM115
+    interruption = _ignore_interruptions()
     rest = b""
     while True:
         while b"\0" not in rest:
@@ -27,14 +30,33 @@ def main() -> None:
                 return
             rest += data
         piece, _, rest = rest.partition(b"\0")
-        status = _run(piece.decode(), namespace)
         try:
+            signal.signal(signal.SIGINT, interruption)
+            status = _run(piece.decode(), namespace)
             sys.stdout.flush()
             sys.stderr.flush()
         except KeyboardInterrupt:
             status = 1
+        interruption = _ignore_interruptions()
+        os.write(4, b"%d %s\0" % (status, _directory()))
         os.write(1, marker)
-        os.write(4, f"{status} {Path.cwd()}\0".encode())
+
+
+def _ignore_interruptions() -> Any:
+    """Ignore interruptions from now on, and return their handler, which a piece may have set."""
+    while True:
+        try:
+            return signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.default_int_handler
+        except KeyboardInterrupt:  # it came just before
+            pass
+
+
+def _directory() -> bytes:
+    """Return the working directory; empty if it has been deleted."""
+    try:
+        return os.fsencode(Path.cwd())
+    except OSError:
+        return b""
 
 
 def _run(code: str, namespace: dict[str, Any]) -> int:

@@ -84,7 +84,7 @@ class ActionResult:
     exit_code: int | None
     """Exit code, or 1 where Python code raised. None: the program ended with the action, and was started again; or the action is open."""
     directory: str | None
-    """Working directory after it. None: as `exit_code`."""
+    """Working directory after it; empty: Python code has deleted it. None: as `exit_code`."""
     timed_out: bool
     """True if it exceeded its time: it was interrupted, or is still open if it reads."""
     matched: str | None = None
@@ -225,12 +225,12 @@ class ToolSession:
                 output.pause()
             self._unread = output.unread
             return ActionResult(output.text(), None, None, timed_out, output.matched)
-        if not ended:
+        if not ended or (status := self._status()) is None:
             await self._restart()
             return ActionResult(output.text(), None, None, timed_out)
         if reads:
             termios.tcsetattr(self._terminal, termios.TCSANOW, self._attributes)
-        code, _, directory = (await self._status()).partition(" ")
+        code, _, directory = status.partition(" ")
         return ActionResult(output.text(), int(code), directory, timed_out)
 
     async def _until_ended(self, output: ActionOutput, seconds: float | None, unread: bytes = b"") -> bool | None:
@@ -255,13 +255,17 @@ class ToolSession:
         except TimeoutError:
             return None
 
-    async def _status(self) -> str:
+    def _status(self) -> str | None:
+        """Return the status and the directory, which are written before the marker; None if there are none: the action wrote the marker."""
         data = b""
         while not data.endswith(b"\0"):
             try:
-                data += os.read(self._statuses, _CHUNK_BYTES)
+                read = os.read(self._statuses, _CHUNK_BYTES)
             except BlockingIOError:
-                await self._readable(self._statuses)
+                return None
+            if not read:  # the program has ended
+                return None
+            data += read
         return data[:-1].decode(errors="replace")
 
     async def _send(self, data: bytes, descriptor: int) -> None:

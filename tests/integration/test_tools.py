@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
@@ -102,6 +103,27 @@ async def test_python_keeps_names_and_shows_values(tools: Toolbox) -> None:
     with pytest.raises(ToolFailedError, match="exit code 1"):
         await tools.python("raise SystemExit")
     assert await tools.python("x") == "21\n"
+
+
+async def test_python_in_a_deleted_directory_keeps_its_names(tools: Toolbox) -> None:
+    assert await tools.python("import os, tempfile\nx = 1\nwith tempfile.TemporaryDirectory() as d: os.chdir(d)") == ""
+    assert await tools.python("x") == "1\n"
+
+
+async def test_action_with_a_false_marker_restarts_its_program(tools: Toolbox) -> None:
+    with pytest.raises(ToolFailedError, match=r"^\[the interpreter ended; the interpreter was started again\]$"):
+        await tools.python("import os, sys; os.write(1, sys.argv[1].encode()); os._exit(0)")
+    with pytest.raises(ToolFailedError, match=r"^\[the shell ended; the shell was started again\]$"):
+        await asyncio.wait_for(tools.shell('printf %s "$_marker"; sleep 600', timeout_seconds=600), 20)
+    assert await tools.shell("echo again") == "again\n"
+
+
+async def test_python_interrupted_after_its_end_has_its_own_status(tools: Toolbox) -> None:
+    # What a piece leaves behind interrupts the interpreter while it waits for the next piece.
+    code = "import os, signal, threading; x = 1; threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()"
+    assert await tools.python(code) == ""
+    await tools.shell("sleep 0.6")
+    assert await tools.python("x") == "1\n"
 
 
 async def test_files_are_written_read_and_replaced(tools: Toolbox) -> None:
