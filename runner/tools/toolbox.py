@@ -18,6 +18,7 @@ from opentelemetry import trace
 
 from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
+from runner.sandboxes.program_io import MOST_BYTES
 from runner.sandboxes.remote import RemoteSandbox
 from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from runner.swe_rex.remote_shell import RemoteShell
@@ -188,17 +189,19 @@ class Toolbox:
         return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
 
     async def read_file(self, path: str, first_line: int = 1, lines: int | None = None) -> str:
-        """Return a file's text, or lines of it.
+        """Return a file's text, or lines of it; of a file of more than `MOST_BYTES`, what the first ones hold, and a line about the rest.
 
         Raises:
             ToolFailedError: it cannot be read.
         """
-        text = await self._text(path)
+        text, is_whole = await self._text(path)
         if first_line != 1 or lines is not None:
             start = max(0, first_line - 1)
             text = "".join(text.splitlines(keepends=True)[start : None if lines is None else start + lines])
         if len(text) > OUTPUT_BYTES:
             text = f"{text[:OUTPUT_BYTES]}\n[{len(text) - OUTPUT_BYTES} characters left out: read fewer lines]"
+        if not is_whole:
+            text += f"\n[the file has more than {MOST_BYTES} bytes, and the rest was not read: read it by a command]"
         return text
 
     async def write_file(self, path: str, content: str) -> str:
@@ -214,18 +217,21 @@ class Toolbox:
         """Replace the one occurrence of a text.
 
         Raises:
-            ToolFailedError: the text is not there, or several times; or the file cannot be changed.
+            ToolFailedError: the text is not there, or several times; or the file cannot be changed, or has more than `MOST_BYTES`.
         """
-        text = await self._text(path)
+        text, is_whole = await self._text(path)
+        if not is_whole:
+            raise ToolFailedError(f"{path} has more than {MOST_BYTES} bytes: change it by a command; nothing is changed")
         count = text.count(old) if old else 0
         if count != 1:
             raise ToolFailedError(f"the text occurs {count} times in {path}, and must occur once: nothing is changed")
         await self.write_file(path, text.replace(old, new))
         return f"replaced in {path}"
 
-    async def _text(self, path: str) -> str:
-        content: bytes = await _of_model(self.sandbox.read(path))
-        return content.decode(errors="surrogateescape")
+    async def _text(self, path: str) -> tuple[str, bool]:
+        """Return the text of a file's first bytes, and True if these are all."""
+        content: bytes = await _of_model(self.sandbox.read(path, MOST_BYTES + 1))
+        return content[:MOST_BYTES].decode(errors="surrogateescape"), len(content) <= MOST_BYTES
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.sandboxes.program_io import MOST_BYTES
 from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, open_toolbox
 from spangrad import semconv
@@ -136,6 +137,19 @@ async def test_files_are_written_read_and_replaced(tools: Toolbox) -> None:
         await tools.replace_in_file(path, "= 1", "= 2")
     with pytest.raises(ToolFailedError, match="No such file or directory"):
         await tools.read_file("/etc/shadow")
+
+
+async def test_files_beyond_the_limit_are_read_in_part_and_not_replaced(tools: Toolbox) -> None:
+    await tools.shell(f"echo old >/tmp/whole; head -c {MOST_BYTES - 4} /dev/zero >>/tmp/whole; (cat /tmp/whole; echo end) >/tmp/large")
+    size = len("end\n") + MOST_BYTES
+    with pytest.raises(ToolFailedError, match=rf"large has more than {MOST_BYTES} bytes: change it by a command; nothing is changed$"):
+        await tools.replace_in_file("/tmp/large", "old", "new")
+    assert await tools.shell("wc -c </tmp/large; head -n 1 /tmp/large") == f"{size}\nold\n"
+    left_out = f"\n[the file has more than {MOST_BYTES} bytes, and the rest was not read: read it by a command]"
+    assert await tools.read_file("/tmp/large", lines=1) == f"old\n{left_out}"
+    assert await tools.read_file("/tmp/whole", lines=1) == "old\n"
+    await tools.replace_in_file("/tmp/whole", "old", "new")
+    assert await tools.shell("wc -c </tmp/whole; head -n 1 /tmp/whole") == f"{MOST_BYTES}\nnew\n"
 
 
 async def test_half_of_a_surrogate_pair_is_refused_and_bytes_that_are_no_text_stay(tools: Toolbox) -> None:
