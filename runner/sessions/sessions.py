@@ -51,7 +51,8 @@ class EnvironmentSession:
         """Returns whether its user waits, though no request is under way."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._table = table
-        self._waiting: deque[asyncio.Future[Frame]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[Frame], asyncio.TimerHandle]] = deque()
+        """Requests under way, each with the time limit of its answer, which holds also when the client has left."""
         self._connections = 0
         self._episode: tuple[int, float] | None = None
         """Steps and return of the current episode. None: there is none."""
@@ -71,13 +72,11 @@ class EnvironmentSession:
             raise _over(self.error)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Frame] = loop.create_future()
-        self._waiting.append(future)
+        self._waiting.append((future, loop.call_later(self._table.operation_seconds, self._exceed)))
         self.shard.send(Frame(FrameKind.MESSAGE, self.number, payload))
-        timer = loop.call_later(self._table.operation_seconds, self._exceed)
         try:
             return await future
         finally:
-            timer.cancel()
             self._table.renew(self)
 
     def attach(self, on_end: Callable[[SessionError], None] | None) -> None:
@@ -112,7 +111,8 @@ class EnvironmentSession:
         if frame.kind is not FrameKind.MESSAGE or not self._waiting:
             return
         self._count(frame)
-        future = self._waiting.popleft()
+        future, timer = self._waiting.popleft()
+        timer.cancel()
         if not future.done():
             future.set_result(frame)
         if frame.events & FrameEvents.CLOSED:
@@ -129,7 +129,9 @@ class EnvironmentSession:
             self._table.counts.end_episode("abandoned", *self._episode)
         if not self.opened.done():
             self.opened.set_result(None)
-        waiting = [future for future in self._waiting if not future.done()]
+        for _, timer in self._waiting:
+            timer.cancel()
+        waiting = [future for future, _ in self._waiting if not future.done()]
         self._waiting.clear()
         for future in waiting:
             future.set_exception(_over(error))

@@ -391,6 +391,24 @@ async def test_session_table_ends_idle_sessions_but_none_at_work() -> None:
         await idle.ask(b"")
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_session_request_of_a_client_that_left_keeps_its_time_limit(answers: bool) -> None:
+    async def scenario() -> None:
+        shard = FakeShard()
+        sessions, _ = table(shard)
+        session = await sessions.open("a", SessionOpening())
+        asking = asyncio.create_task(session.ask(b""))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        if answers:
+            shard.answer(session.number)
+        await asyncio.sleep(sessions.operation_seconds + 1)
+        assert (len(sessions), sessions.ends["lost"]) == ((1, 0) if answers else (0, 1))
+
+    run_in_virtual_time(scenario())
+
+
 async def test_session_table_keeps_a_named_session_over_a_reconnect() -> None:
     sessions, clock = table(FakeShard())
     session = await sessions.open("a", SessionOpening())
