@@ -172,9 +172,11 @@ class RexRuntime:
             sandbox, self._sandbox = self._sandbox, None
             sessions, self._sessions = self._sessions, {}
             if sandbox is not None:
-                for shell in sessions.values():
-                    await shell.__aexit__(None, None, None)
-                await sandbox.stop()
+                try:
+                    for shell in sessions.values():
+                        await shell.__aexit__(None, None, None)
+                finally:
+                    await sandbox.stop()
         return {}
 
     async def _opened(self) -> Sandbox:

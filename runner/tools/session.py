@@ -141,11 +141,17 @@ class ToolSession:
             timeout_seconds: time that an open action has after each try; after the last its program is killed and started again.
             tries: how often an open action is interrupted.
             patterns: as of `act`.
+
+        Raises:
+            SandboxRequestError: the sandbox has ended, or its program could not be started again.
         """
         compiled = _compiled(patterns)
         if self._turn.locked():
-            os.write(self._terminal, _INTERRUPT)
-        elif self.is_open:
+            if self._terminal >= 0:  # otherwise the program is being started again, and no action runs
+                os.write(self._terminal, _INTERRUPT)
+            return None
+        self._require_program()
+        if self.is_open:
             async with self._turn:
                 while True:
                     result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
@@ -168,10 +174,11 @@ class ToolSession:
 
         Raises:
             ToolFailedError: the action holds a NUL or half of a surrogate pair, a pattern is none, or another action is open.
-            SandboxRequestError: the sandbox has ended.
+            SandboxRequestError: the sandbox has ended, or its program could not be started again.
         """
         data, compiled = action_bytes(action), _compiled(patterns)
         async with self._turn:
+            self._require_program()
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
             source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
@@ -183,12 +190,13 @@ class ToolSession:
 
         Raises:
             ToolFailedError: no action is open, or the line is longer than a terminal takes.
-            SandboxRequestError: the sandbox has ended.
+            SandboxRequestError: the sandbox has ended, or its program could not be started again.
         """
         compiled, data = _compiled(patterns), line.encode() + b"\n"
         if max(map(len, data.split(b"\n"))) > _LINE_BYTES:
             raise ToolFailedError(f"a line has more than {_LINE_BYTES} bytes, which a terminal does not take: give it by a file")
         async with self._turn:
+            self._require_program()
             if not self.is_open:
                 raise ToolFailedError("no action is open to read a line")
             return await self._waited(timeout_seconds, compiled, True, self._send(data, self._terminal))
@@ -324,9 +332,16 @@ class ToolSession:
         await self._end()
         await self._start()
 
+    def _require_program(self) -> None:
+        if self._terminal < 0:
+            raise SandboxRequestError(f"{self._command[0]} ended in the sandbox, and could not be started again. Start another sandbox.")
+
     def _close(self) -> None:
-        for descriptor in (self._terminal, self._actions, self._statuses):
-            os.close(descriptor)
+        descriptors = self._terminal, self._actions, self._statuses
+        self._terminal = self._actions = self._statuses = -1  # soon the numbers are those of other files
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def _compiled(patterns: Sequence[str]) -> Patterns:

@@ -16,11 +16,18 @@ from opentelemetry.context import Context
 from pydantic import SecretStr
 
 from benchmarks.peers.environment import peer_environment
+from runner.sandboxes import sandbox
+from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy
 from runner.sandboxes.remote import RemoteSandbox
+from runner.sandboxes.sandbox import Sandbox
+from runner.swe_rex import runtime
+from runner.swe_rex.runtime import RexRuntime
 from runner.swe_rex.server import running
-from runner.tools.session import ToolFailedError
-from runner.tools.toolbox import Toolbox, open_toolbox
+from runner.swe_rex.wire import RexSession
+from runner.tools.action_spans import ActionSpans
+from runner.tools.session import ToolFailedError, ToolSession
+from runner.tools.toolbox import Toolbox, open_toolbox, prepare_tools
 from spangrad.agent.propagation import context_from
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.http.json_http import status_of
@@ -97,6 +104,29 @@ async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPo
         spans = [span for span in sink.spans if span.name.startswith("execute_tool ")]
         assert {(span.trace_id, span.attributes["spangrad.rollout.id"]) for span in spans} == {("ab" * 16, "ro")}
         assert {span.name.split()[1] for span in spans} == {"shell", "execute", "read_file", "write_file", "upload"}
+
+
+async def test_rex_runtime_whose_shell_fails_to_close_stops_its_sandbox(policy: SandboxPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Sandbox] = []
+
+    async def start(engine: SandboxEngine) -> Sandbox:
+        started.append(await sandbox.start(engine))
+        return started[-1]
+
+    async def fail(*_: object) -> None:
+        raise OSError("the shell cannot be closed")
+
+    monkeypatch.setattr(runtime, "start", start)
+    try:
+        opened = RexRuntime(prepare_tools(policy), ActionSpans(None))
+        await opened.create_session(RexSession(), Context())
+    except SandboxError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(ToolSession, "__aexit__", fail)
+    with pytest.raises(OSError, match="cannot be closed"):
+        await opened.close()
+    (stopped,) = started
+    assert stopped.process.returncode is not None
 
 
 @asynccontextmanager

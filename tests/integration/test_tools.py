@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Generator
@@ -21,10 +22,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
 from runner.sandboxes.program_io import MOST_BYTES
+from runner.sandboxes.sandbox import Sandbox
 from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, open_toolbox
 from spangrad import semconv
-from spangrad.errors import SandboxError
+from spangrad.errors import SandboxError, SandboxRequestError
 from tests.support.otlp import OtlpSink
 
 LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
@@ -117,6 +119,26 @@ async def test_action_with_a_false_marker_restarts_its_program(tools: Toolbox) -
     with pytest.raises(ToolFailedError, match=r"^\[the shell ended; the shell was started again\]$"):
         await asyncio.wait_for(tools.shell('printf %s "$_marker"; sleep 600', timeout_seconds=600), 20)
     assert await tools.shell("echo again") == "again\n"
+
+
+async def test_session_that_cannot_restart_closes_no_descriptor_of_others(directory: Path) -> None:
+    try:
+        async with open_toolbox(SandboxPolicy(directory, (), {}, False, LIMITS)) as tools:
+            assert isinstance(tools.sandbox, Sandbox)
+            os.killpg(tools.sandbox.process.pid, signal.SIGKILL)
+            with pytest.raises(SandboxError, match="has ended"):
+                await tools.sandbox.run(["sleep", "600"])
+            with pytest.raises(SandboxRequestError, match="it has ended"):
+                await tools.shell("exit 4")
+            others = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # among them are the numbers that the session had
+            with pytest.raises(SandboxRequestError, match=r"bash ended in the sandbox, and could not be started again\. Start another"):
+                await tools.shell("true")
+        for descriptor in others:
+            os.close(descriptor)
+    except SandboxError as error:
+        if "no sandbox can be started here" not in str(error):
+            raise
+        pytest.skip(str(error))
 
 
 async def test_python_interrupted_after_its_end_has_its_own_status(tools: Toolbox) -> None:
