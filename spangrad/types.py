@@ -149,7 +149,7 @@ class AttemptFailure(StrEnum):
     """
 
     CRASH = "crash"
-    """The process that ran the agent died."""
+    """The process that ran the agent died, or could not be started."""
     TIMEOUT = "timeout"
     """The agent exceeded its time limit."""
     EXCEPTION = "exception"
@@ -171,7 +171,7 @@ class AttemptFailure(StrEnum):
     EVALUATION = "evaluation"
     """The evaluator raised, exceeded its time limit or gave no finite numbers; or the reward service gave no readable response."""
     ENVIRONMENT = "environment"
-    """The environment was not ready in time, was lost while the agent used it, or could not be closed."""
+    """The environment was not ready in time, was lost while the agent used it, or could not be closed; or a prompt was not given."""
     SANDBOX = "sandbox"
     """The attempt's sandbox could not be set up, or its worker's are weaker than the task demands."""
     UNCOUNTED = "uncounted"

@@ -17,8 +17,10 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
@@ -59,6 +61,10 @@ class ExitCode(Exception):  # noqa: N818  # an outcome of the attempt, not an er
 
 class SandboxNotSetUp(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
     """The attempt's sandbox, or the program in it, did not begin."""
+
+
+class ProgramNotRun(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
+    """The system could not start the program, or keep what it reads and writes."""
 
 
 class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
@@ -133,12 +139,14 @@ class AgentCommand:
         Raises:
             ExitCode: the program failed.
             InvalidOutput: its last line is too long.
+            ProgramNotRun: the system could not run it.
+            PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
             SandboxNotSetUp: it did not begin, since its sandbox could not be set up.
         """
         variables = await variables_of(endpoint, environment)
         if (sandbox := self._sandbox) is None:
             return await self._run(given, self._command, variables)
-        with tempfile.TemporaryFile() as started:
+        with _system_errors(self._command[0]), tempfile.TemporaryFile() as started:
             inside = {**sandbox.environment(variables), STARTED_VARIABLE: str(started.fileno())}
             try:
                 return await self._run(given, [*sandbox.prefix, *self._command], inside, (*sandbox.descriptors, started.fileno()))
@@ -152,7 +160,8 @@ class AgentCommand:
         """Run a command for an attempt; its process group ends with it."""
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, log.program() as stderr:
+        files = tempfile.TemporaryFile
+        with _system_errors(command[0]), files() as stdin, files() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
             outputs = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
@@ -173,6 +182,15 @@ class AgentCommand:
             if code:
                 raise ExitCode(code, last_line=_last_error(stderr))
         return _last_line(tail, whole=whole)
+
+
+@contextmanager
+def _system_errors(program: str) -> Generator[None]:
+    """Raise ProgramNotRun in place of an error of the system: memory, processes or files ran out, or a variable is too long."""
+    try:
+        yield
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ProgramNotRun(f"the program {program!r} could not be run: {error}") from error
 
 
 async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
@@ -199,7 +217,11 @@ def kill_groups() -> None:
 
 
 async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
-    """Return the environment variables of the current attempt's program; arguments as `AgentCommand.__call__`."""
+    """Return the environment variables of the current attempt's program; arguments as `AgentCommand.__call__`.
+
+    Raises:
+        PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
+    """
     return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
 
 

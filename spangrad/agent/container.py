@@ -107,6 +107,8 @@ class AgentContainer(AgentCommand):
         Raises:
             ExitCode: the engine or the agent in it failed.
             InvalidOutput: its last line is too long.
+            ProgramNotRun: the system could not run the engine's command line.
+            PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
         """
         name = f"spangrad-{uuid.uuid4().hex}"
         container = self._container if image is None else replace(self._container, image=image)

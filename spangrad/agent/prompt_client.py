@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
+from spangrad.errors import PromptError
 from spangrad.semconv import PROMPT_NAME, PROMPT_VERSION, ROLLOUT_ATTEMPT, ROLLOUT_ID
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 URL, TOKEN, NAME, VERSION, VARIABLE = (f"SPANGRAD_PROMPT_{part}" for part in ("URL", "TOKEN", "NAME", "VERSION", "VARIABLE"))
 TEXT = "SPANGRAD_PROMPT"
 DEFAULT_URL = "http://127.0.0.1:8190"
+_VARIABLE_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
+"""Largest environment variable that Linux passes to a program, in bytes, with its name, the sign between them and a byte for the end."""
 _TEXTS_KEPT = 256
 _ATTEMPTS_KEPT = 10_000
 
@@ -88,14 +91,20 @@ def program_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return a program's environment variables for its pinned prompt: name, version, text; empty without a pin.
 
     Raises:
-        PromptError: as `prompt`.
+        PromptError: as `prompt`; or the text is longer than a variable can be.
     """
     carried = attempt_facts(environ)
     name = carried.get(PROMPT_NAME)
     if name is None:
         return {}
-    text = prompt(name)
-    return {NAME: name, VERSION: str(text.version), environ.get(VARIABLE) or TEXT: str(text)}
+    text, variable = prompt(name), environ.get(VARIABLE) or TEXT
+    most = _VARIABLE_BYTES - len(f"{variable}=\0".encode())
+    if (size := len(text.encode())) > most:
+        raise PromptError(
+            f"version {text.version} of the prompt {name} has {size} bytes, and the program's variable {variable} holds {most}. "
+            "Shorten the prompt."
+        )
+    return {NAME: name, VERSION: str(text.version), variable: str(text)}
 
 
 def attempt_facts(environ: Mapping[str, str]) -> dict[str, str]:

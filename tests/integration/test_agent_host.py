@@ -251,6 +251,14 @@ def test_agent_command_with_too_long_last_line_answers_invalid_output(tmp_path: 
         assert host.answer() == answered("a", None, "invalid_output", "the last line of output is longer than 1048576 bytes")
 
 
+def test_agent_command_that_system_cannot_start_is_no_failure_of_policy(tmp_path: Path) -> None:
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", '["true"]', "--leased") as host:
+        assert host.answer() == {"ready": True}
+        host.send({**job("a", None), "environment": "x" * 2**22})  # more than any variable holds
+        detail = "the program 'true' could not be run: [Errno 7] Argument list too long: 'true'"
+        assert host.answer() == answered("a", None, "crash", detail)
+
+
 @pytest.mark.parametrize(
     ("printed", "output"),
     [

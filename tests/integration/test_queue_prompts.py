@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -156,6 +158,26 @@ async def test_prompt_within_attempt_has_one_version(tmp_path: Path, monkeypatch
         assert within(rollout="r", attempt="1", name="greeting", version="1") == "one"
         assert within(rollout="r", attempt="2", name="other", version="1") == "two"
         assert spangrad.prompt("greeting", 1) == "one"
+
+    async with serving(chosen):
+        await asyncio.to_thread(use)
+
+
+async def test_prompt_too_long_for_variable_of_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    store = PromptStore(str(chosen.queue.url))
+    environ = {prompt_client.NAME: "long", prompt_client.VARIABLE: "SYSTEM_PROMPT"}
+    for name, value in {prompt_client.URL: str(chosen.queue.url), **environ}.items():
+        monkeypatch.setenv(name, value)
+    most = 32 * os.sysconf("SC_PAGE_SIZE") - len("SYSTEM_PROMPT=\0")
+
+    def use() -> None:
+        store.put("long", "x" * most)
+        variables = prompt_client.program_variables(environ)
+        assert subprocess.run(["true"], env=variables, check=False).returncode == 0
+        store.put("long", "x" * (most - 1) + "\u00e9")
+        with pytest.raises(PromptError, match=rf"^version 2 of the prompt long has {most + 1} bytes, and .* holds {most}\. Shorten"):
+            prompt_client.program_variables(environ)
 
     async with serving(chosen):
         await asyncio.to_thread(use)
