@@ -160,7 +160,14 @@ class Worker:
             self._ended.put_nowait(ended)
         except Exception as error:
             self._fail(error)
+            self._drop(lease)  # it is never reported: its lease expires, and its rollout is tried again
+            await self._changed()
             raise
+
+    def _drop(self, lease: RolloutLease) -> None:
+        self._beating.drop(lease)
+        self._held.pop((lease.rollout_id, lease.attempt), None)
+        self._clocks.pop((lease.rollout_id, lease.attempt), None)
 
     def _ran(self, lease: RolloutLease) -> float | None:
         """Return the seconds that the agent of an attempt has run; waits, initialisation and evaluation do not count."""
@@ -191,9 +198,7 @@ class Worker:
             await asyncio.to_thread(self._services.files.ended, len(ended))
             await self._report([attempt for attempt in ended if not attempt.reported])
             for attempt in ended:
-                self._beating.drop(attempt.lease)
-                self._held.pop((attempt.lease.rollout_id, attempt.lease.attempt), None)
-                self._clocks.pop((attempt.lease.rollout_id, attempt.lease.attempt), None)
+                self._drop(attempt.lease)
             self._room.set()
             await self._changed()
 

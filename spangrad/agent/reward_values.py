@@ -54,6 +54,9 @@ def _text(text: object, what: str) -> str:
 
 
 def _finite(value: object, what: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"{what} is {value!r:.200}, not a finite number")
-    return float(value)
+    try:
+        if isinstance(value, numbers.Real) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer or a fraction beyond every float
+        pass
+    raise ValueError(f"{what} is {value!r:.200}, not a finite number")

@@ -357,6 +357,8 @@ def test_rewards_from_valid_value_gives_reward(value: object, reward: object) ->
     "value",
     [
         float("inf"),
+        pytest.param(10**400, id="beyond_floats"),
+        {"a": {"b": 10**400}},
         "1",
         [1.0],
         {"": 1},

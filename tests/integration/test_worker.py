@@ -19,6 +19,8 @@ from runner.embedded import EmbeddedQueue
 from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
+from runner.workers.handlers import Handlers
+from runner.workers.serving import serve
 from spangrad import semconv
 from spangrad.errors import QueueError
 from spangrad.processes import own_command, wait_until
@@ -113,6 +115,24 @@ async def test_worker_cancelled_rollout_ends_with_root_span(tmp_path: Path) -> N
                 ("r0", 0): ("cancelled", True)
             }
             await asyncio.to_thread(wait_until, lambda: not services.processes(), 60, "the end of the agent's programs")
+
+
+async def test_worker_with_an_unforeseen_error_ends_and_frees_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise ArithmeticError("no code expects this")
+
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
+    with runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as services:
+        async with serving(settings) as (client, _):
+            await client.enqueue("run", [_mood(rollout, "well") for rollout in new_rollouts(1)])
+            monkeypatch.setattr(Handlers, "make", fail)
+            with pytest.raises(ArithmeticError, match="no code expects this"):
+                await asyncio.wait_for(serve(services.settings, services.agent, asyncio.Event(), lambda: None), 20)
+            services.start_worker()
+            (rollout,) = (await client.ended("run", wait_seconds=20)).rollouts
+            assert rollout.state is RolloutState.SUCCEEDED
+            assert [attempt.reason for attempt in (await client.rollout("r0")).attempts] == [AttemptFailure.LOST, None]
+        assert services.processes() == []
 
 
 async def test_worker_killed_has_its_root_spans_closed_by_others(tmp_path: Path) -> None:
