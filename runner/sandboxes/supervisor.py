@@ -123,11 +123,15 @@ class SandboxSupervisor:
         return b""
 
     def do_write(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
-        """Write the content of a descriptor to a file, its path, in directories that are created as they are needed."""
+        """Write the content of a descriptor to a regular file, its path, in directories that are created as they are needed."""
         del opened
         (path,) = arguments
         os.makedirs(os.path.dirname(path) or b".", exist_ok=True)  # noqa: PTH103, PTH120  # pathlib takes long to import
-        with open(path, "wb") as file:  # noqa: PTH123
+        # A pipe that nothing reads would hold up this program, and with it the sandbox.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "wb") as file:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("it is no regular file")
+            file.truncate()
             while data := os.read(descriptors[0], _CHUNK_BYTES):
                 file.write(data)
         return b""

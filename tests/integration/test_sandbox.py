@@ -77,6 +77,22 @@ async def test_read_and_write_files_stay_inside(sandbox: Sandbox, directory: Pat
         await sandbox.write(str(directory / "file"), b"x")
 
 
+async def test_write_to_a_pipe_is_refused_and_modes_of_files_stay(sandbox: Sandbox) -> None:
+    home = await private(sandbox)
+    await sandbox.run(["sh", "-c", 'mkfifo "$TMPDIR/pipe" "$TMPDIR/read"; echo long >"$TMPDIR/mode"; chmod 750 "$TMPDIR/mode"'])
+    reader = await sandbox.open_process(["cat", f"{home}/read"])
+    await asyncio.sleep(0.2)
+    for refused, reason in (("pipe", "No such device or address"), ("read", "it is no regular file")):
+        with pytest.raises(SandboxError, match=rf"write in the sandbox: {reason} \(.*/{refused}\)"):
+            await asyncio.wait_for(sandbox.write(f"{home}/{refused}", b"x"), 20)
+    reader.close()
+    for name in ("mode", "new"):
+        await sandbox.write(f"{home}/{name}", b"x")
+    seen = await sandbox.run(["sh", "-c", 'cd "$TMPDIR"; : >plain; stat -c "%a %s" mode new plain'])
+    mode, new, plain = seen.stdout.decode().splitlines()
+    assert (mode, new) == ("750 1", plain.replace(" 0", " 1"))
+
+
 @pytest.mark.parametrize("text", ["a\0b", "a\ud800b"])
 async def test_requests_that_cannot_be_sent_are_refused_and_the_sandbox_stays(sandbox: Sandbox, text: str) -> None:
     for request in (sandbox.run(["echo", text]), sandbox.read(f"/tmp/{text}"), sandbox.write(f"/tmp/{text}", b"")):
