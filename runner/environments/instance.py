@@ -91,7 +91,11 @@ class Instance:
 
     async def close(self) -> str | None:
         """Close the object and end the thread; return why closing failed. None: it succeeded."""
-        if self._busy:
+        if self._busy:  # should the call return nevertheless, the thread closes the object, and ends
+            closing = getattr(self._object, "close", None)
+            if closing is not None and not inspect.iscoroutinefunction(closing):
+                self._work.put(closing)
+            self._work.put(None)
             return "its thread hangs, and is abandoned"
         try:
             if hasattr(self._object, "close"):

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from runner.environments import server
 from runner.environments.client import EnvironmentClient, NoInstanceError
+from runner.environments.instance import Instance, UnhealthyError
 from runner.environments.pool import InstancePool
 from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
@@ -372,6 +373,27 @@ async def test_instance_pool_replaces_hung_instance() -> None:
     finally:
         release.set()
         await pool.close()
+
+
+async def test_instance_whose_call_returns_late_is_closed_in_its_thread() -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(Plain):
+        def reset(self) -> None:
+            release.wait(60)
+
+        def close(self) -> None:
+            closed.set()
+
+    instance = Instance("late", 0.1)
+    await instance.make(Late)
+    with pytest.raises(UnhealthyError):
+        await instance.reset()
+    assert await instance.close() == "its thread hangs, and is abandoned"
+    assert not closed.is_set()
+    release.set()
+    assert await asyncio.to_thread(closed.wait, 10)
+    await until(lambda: _is(asyncio.to_thread(lambda: [one.name for one in threading.enumerate() if one.name == "environment late"]), []))
 
 
 class NoBegin:
