@@ -74,6 +74,11 @@ class Kind:
     reads_only: bool
 
 
+def quoted_name(name: str) -> str:
+    """Return a name as an identifier, which it cannot end: a backslash escapes in it, too."""
+    return "`" + name.replace("\\", "\\\\").replace("`", "\\`") + "`"
+
+
 class Handle:
     """One session of the embedded database: its current SQL database, its settings and its temporary tables."""
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from collector.database import Handle
+from collector.database import Handle, quoted_name
 from collector.sql.errors import BadRequestError
 
 _SUFFIXES = ("structure", "types", "format")
@@ -28,7 +28,7 @@ class ExternalTable:
     @property
     def quoted(self) -> str:
         """Return its name, quoted for a statement."""
-        return _quoted(self.name)
+        return quoted_name(self.name)
 
 
 def take_tables(files: Mapping[str, bytes], parameters: Mapping[str, str]) -> tuple[tuple[ExternalTable, ...], Mapping[str, str]]:
@@ -60,7 +60,7 @@ def load_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
         # As a text it cannot end the statement.
         text = table.structure.replace("\\", "\\\\").replace("'", "\\'")
         columns = [json.loads(line) for line in handle.query(f"DESCRIBE TABLE null('{text}')", "JSONEachRow").body.splitlines()]
-        fields = ", ".join(f"{_quoted(column['name'])} {column['type']}" for column in columns)
+        fields = ", ".join(f"{quoted_name(column['name'])} {column['type']}" for column in columns)
         handle.query(f"CREATE TEMPORARY TABLE {table.quoted} ({fields}) ENGINE = Memory")
         read = handle.send(f"INSERT INTO {table.quoted}", table.format, [table.rows]) if table.rows else 0
         if int(handle.query(f"SELECT count() FROM {table.quoted}").body) != read:
@@ -71,10 +71,6 @@ def drop_tables(handle: Handle, tables: tuple[ExternalTable, ...]) -> None:
     """Drop the tables; idempotent."""
     for table in tables:
         handle.query(f"DROP TEMPORARY TABLE IF EXISTS {table.quoted}")
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("\\", "\\\\").replace("`", "\\`") + "`"
 
 
 def _structure(types: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from collector.auth import TokenRole
-from collector.database import HANDLE_SETTINGS, EngineRefusedError, Handle
+from collector.database import HANDLE_SETTINGS, EngineRefusedError, Handle, quoted_name
 from collector.sql.errors import BadRequestError
 from collector.sql.external_data import drop_tables, load_tables
 from collector.sql.request import Statement
@@ -38,7 +38,7 @@ class _ConfiguredHandle:
     def configure(self, database: str, settings: Mapping[str, str]) -> None:
         """Set the SQL database and the settings that the request names; only differences cost time."""
         if self.database != database:
-            self.handle.query(f"USE `{database.replace('`', '``')}`")
+            self.handle.query(f"USE {quoted_name(database)}")
             self.database = database
         for key in [key for key in self.settings if key not in settings]:
             self.handle.query(f"SET {key} = {HANDLE_SETTINGS.get(key, 'DEFAULT')}")

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Sequence
 
-from collector.database import EngineRefusedError, Handle, QueryAnswer
+from collector.database import EngineRefusedError, Handle, QueryAnswer, quoted_name
 from collector.otlp.rows import DROPPED_INSERT, LOGS_INSERT, Rows
 from collector.sql.insert_head import InsertHead, parse_insert_head
 from collector.write.ingest import Refused
@@ -47,7 +47,7 @@ def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) ->
 def structure_of(handle: Handle, columns: str, table: str) -> str:
     """Return the names and types of some columns of a table."""
     described = handle.query(f"DESCRIBE TABLE (SELECT {columns} FROM {table})", "JSONEachRow").body
-    return ", ".join(f"{_quoted(column['name'])} {column['type']}" for column in map(json.loads, described.splitlines()))
+    return ", ".join(f"{quoted_name(column['name'])} {column['type']}" for column in map(json.loads, described.splitlines()))
 
 
 def inline(structure: str, input_format: str, rows: bytes) -> str:
@@ -123,12 +123,12 @@ class Staging:
         described = self._handle.query(f"DESCRIBE TABLE {head.table} SETTINGS describe_compact_output = 0", "JSONEachRow").body
         target = [json.loads(line) for line in described.splitlines()]
         fields = [
-            f"{_quoted(column['name'])} {column['type']} {_staged_default(column['default_type'], column['default_expression'])}"
+            f"{quoted_name(column['name'])} {column['type']} {_staged_default(column['default_type'], column['default_expression'])}"
             for column in target
         ]
         name = f"staging_{uuid.uuid4().hex}"
         self._handle.query(f"CREATE TEMPORARY TABLE {name} ({', '.join(fields)}) ENGINE = Memory {_ANY_TYPE}")
-        insertable = [_quoted(column["name"]) for column in target if column["default_type"] in {"", "DEFAULT"}]
+        insertable = [quoted_name(column["name"]) for column in target if column["default_type"] in {"", "DEFAULT"}]
         return name, head.columns or ", ".join(insertable)
 
 
@@ -162,7 +162,3 @@ def _staged_default(kind: str, expression: str) -> str:
         # An ephemeral column could not be read again.
         case _:
             return f"DEFAULT {expression}"
-
-
-def _quoted(name: str) -> str:
-    return "`" + name.replace("\\", "\\\\").replace("`", "\\`") + "`"

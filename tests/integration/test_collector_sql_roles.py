@@ -173,6 +173,21 @@ def test_read_token_allows_no_change(guarded: StoreSettings, sql: str) -> None:
     assert as_(guarded, "writer", "SHOW TABLES").body == b"t\n"
 
 
+@pytest.mark.parametrize("role", ["reader", "writer"])
+@pytest.mark.parametrize("name", ["x`", "x\\", "x\\`"])
+def test_sql_database_of_request_is_quoted_as_a_name(guarded: StoreSettings, role: str, name: str) -> None:
+    quoted = name.replace("\\", "\\\\").replace("`", "\\`")
+    assert as_(guarded, "writer", f"CREATE DATABASE `{quoted}`").status == 200
+    try:
+        assert as_(guarded, role, "SELECT currentDatabase()", database=name).body == b"%b\n" % name.replace("\\", "\\\\").encode()
+        for ending in ("`; DROP TABLE default.t; -- ", "\\`; DROP TABLE default.t; -- "):
+            assert as_(guarded, role, "SELECT 1", database=name + ending).code == 81
+            assert as_(guarded, role, "SELECT 1", database=name[:-1] + ending).code == 81
+    finally:
+        assert as_(guarded, "writer", f"DROP DATABASE `{quoted}`").status == 200
+    assert as_(guarded, "writer", "SELECT sum(a) FROM t").body == b"3\n"
+
+
 @pytest.mark.parametrize(
     ("sql", "settings", "code"),
     [
