@@ -37,11 +37,17 @@ def plain_exceptions() -> Generator[None]:
     """Replace an exception that `except Exception` does not catch by a RuntimeError with that cause; exits and interrupts stay.
 
     Raises:
-        RuntimeError: something else that is no `Exception` was raised, as by extensions that panic.
+        CancelledError: the task that runs this was cancelled.
+        RuntimeError: another task was, of the user's code; or something else that is no `Exception` was raised, as by extensions
+            that panic.
     """
     try:
         yield
-    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit):
         raise
+    except asyncio.CancelledError as error:
+        if (task := asyncio.current_task()) is None or task.cancelling():
+            raise
+        raise RuntimeError("cancelled by the user's code itself, in a task of its own") from error
     except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -14,6 +14,8 @@ from spangrad.agent.attempt_answer import Stages
 from spangrad.agent.host import Host
 from spangrad.episode.environment import StepResult
 
+OWN_TASK = "RuntimeError: cancelled by the user's code itself, in a task of its own"
+
 
 class PanicError(BaseException):
     """Exception as extensions in Rust raise it: no `Exception`."""
@@ -30,6 +32,17 @@ def panics(given: object, *_: object) -> float:
 
 async def panics_in_loop(given: object, *_: object) -> float:
     raise PanicError("index out of bounds")
+
+
+async def cancels_own_task(given: object, *_: object) -> float:
+    task = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(task.cancel)
+    await task
+    return 1.0
+
+
+def cancelled_in_thread(given: object, *_: object) -> float:
+    return asyncio.run(cancels_own_task(given))
 
 
 def works(given: object, *_: object) -> float:
@@ -66,8 +79,8 @@ class Closes:
     def __init__(self, close: Callable[[object], object]) -> None:
         self._close = close
 
-    def close(self) -> None:
-        self._close(None)
+    def close(self) -> object:
+        return self._close(None)
 
 
 async def acts(given: object, environment: Any) -> None:
@@ -108,6 +121,11 @@ async def answer_of(stages: Stages) -> Mapping[str, Any]:
         (Stages(panics_in_loop), "exception", "RuntimeError: PanicError: index out of bounds"),
         (Stages(works, evaluator=panics), "evaluation", "RuntimeError: PanicError: index out of bounds"),
         (Stages(works, initialiser=panics), "environment", "RuntimeError: PanicError: index out of bounds"),
+        (Stages(cancels_own_task), "exception", OWN_TASK),
+        (Stages(cancelled_in_thread), "exception", OWN_TASK),
+        (Stages(works, evaluator=cancels_own_task), "evaluation", OWN_TASK),
+        (Stages(works, initialiser=cancels_own_task), "environment", OWN_TASK),
+        (Stages(ends, on_failure=cancels_own_task), "exception", "RuntimeError: ends raised StopIteration"),
         (Stages(ends, on_failure=panics), "exception", "RuntimeError: ends raised StopIteration"),
     ],
 )
@@ -144,7 +162,12 @@ async def test_host_output_without_json_is_invalid_and_named(output: object, det
     assert answer["detail"].startswith(detail)
 
 
-@pytest.mark.parametrize("close", [ends, panics])
+async def test_host_logs_traceback_of_own_cancelled_task(capsys: pytest.CaptureFixture[str]) -> None:
+    await answer_of(Stages(cancels_own_task))
+    assert "in cancels_own_task\n    await task\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("close", [ends, panics, cancels_own_task])
 async def test_host_attempt_keeps_result_where_close_raises(close: Callable[[object], object]) -> None:
     def initialise(given: object) -> Closes:
         return Closes(close)
