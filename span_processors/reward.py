@@ -5,11 +5,10 @@ In: a number. Out: an event `gen_ai.evaluation.result` on the current span, and 
 
 from __future__ import annotations
 
-import math
-
 from opentelemetry import trace
 
 from spangrad.agent.attempt import note_reward
+from spangrad.agent.reward_values import is_finite
 from spangrad.semconv import EVALUATION_EVENT, EVALUATION_NAME, EVALUATION_SCORE, REWARD_NAME, REWARD_ROLE
 
 
@@ -26,8 +25,8 @@ def reward(value: float, name: str = REWARD_NAME, *, role: str = "") -> None:
     Raises:
         ValueError: the value is not a finite number, or the name is empty.
     """
-    if not math.isfinite(value):
-        raise ValueError(f"reward {name!r} is {value!r}: give a finite number, or none at all")
+    if not is_finite(value):
+        raise ValueError(f"reward {name!r} is {value!r:.200}: give a finite number, or none at all")
     if not name:
         raise ValueError(f"the reward of {value!r} has an empty name: give its dimension")
     attributes = {EVALUATION_NAME: name, EVALUATION_SCORE: float(value), **({REWARD_ROLE: role} if role else {})}

@@ -53,10 +53,15 @@ def _text(text: object, what: str) -> str:
     return text
 
 
-def _finite(value: object, what: str) -> float:
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite as a float: an integer or a fraction may be beyond every float."""
     try:
-        if isinstance(value, numbers.Real) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer or a fraction beyond every float
-        pass
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _finite(value: object, what: str) -> float:
+    if isinstance(value, numbers.Real) and is_finite(cast("float", value)):
+        return float(value)
     raise ValueError(f"{what} is {value!r:.200}, not a finite number")

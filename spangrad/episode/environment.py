@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeGuard, cast
 
+from spangrad.agent.reward_values import is_finite
 from spangrad.episode.user_calls import thread_call
 from spangrad.errors import EnvironmentsError
 
@@ -227,8 +227,8 @@ def checked_result(method: str, result: object) -> StepResult:
     if not isinstance(result, StepResult):
         kind = type(result).__name__
         raise EnvironmentsError(f"{method} returned {kind}, not a StepResult. Return StepResult(observation, reward, done).")
-    if result.reward is not None and not math.isfinite(result.reward):
-        raise EnvironmentsError(f"{method} returned the reward {result.reward!r}. Return a finite number, or None.")
+    if result.reward is not None and not is_finite(result.reward):
+        raise EnvironmentsError(f"{method} returned the reward {result.reward!r:.200}. Return a finite number, or None.")
     return result
 
 

@@ -280,7 +280,7 @@ def test_reward_adds_event_to_current_span(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
 def test_reward_not_finite_raises(value: float) -> None:
     with pytest.raises(ValueError, match="give a finite number"):
         reward(value)

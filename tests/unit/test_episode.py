@@ -194,7 +194,7 @@ async def test_plain_methods_run_in_the_thread_that_created_the_object() -> None
 async def test_wrong_environments_are_refused_with_a_remedy() -> None:
     class Odd(Countdown):
         async def step(self, action: object) -> Any:
-            return StepResult("", float("nan")) if action == "nan" else ("observation", 1.0)
+            return StepResult("", {"nan": float("nan"), "large": 10**400}[action]) if action in ("nan", "large") else ("observation", 1.0)
 
     with pytest.raises(EnvironmentsError, match=r"^object is no environment: it lacks reset and step\. Write reset\(task\) and step"):
         EnvironmentCalls(object())  # pyright: ignore[reportArgumentType]
@@ -203,6 +203,8 @@ async def test_wrong_environments_are_refused_with_a_remedy() -> None:
         await odd.step("x")
     with pytest.raises(EnvironmentsError, match=r"^Odd\.step returned the reward nan\. Return a finite number, or None\.$"):
         await odd.step("nan")
+    with pytest.raises(EnvironmentsError, match=r"^Odd\.step returned the reward 10{199}\. Return a finite number, or None\.$"):
+        await odd.step("large")
 
 
 def test_rendered_observation_is_text_parts_or_json() -> None:
