@@ -166,7 +166,7 @@ def test_rollout_reader_many_calls_are_not_read_ahead(full: StoreSettings, monke
         recording = Recording(connect(full))
         source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
         arrivals = source.arrivals(rollouts)
-        source._within.shutdown()  # waits for what was begun
+        source._calls_ahead._thread.shutdown()  # waits for what was begun
         assert len([sql for sql in recording.asked if "spangrad_internal.calls" in sql]) == statements
         assert arrivals.filter(pl.col("ScopeName") == semconv.GATEWAY_SCOPE).height == 32
 

@@ -7,7 +7,7 @@ granules for the few rows that are read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -72,10 +72,6 @@ _ROW = ["RolloutKey", "Attempt", "Timestamp", "TraceId", "SpanId"]
 """Columns that are equal in all deliveries of a row: the sorting key of the tables."""
 
 
-_Read = tuple[frozenset[bytes], Future[pl.DataFrame]]
-"""Keys, and the rows of them that are read beside."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Nearby:
     """Facts of some traces, beside the rows that name their rollouts."""
@@ -86,6 +82,30 @@ class _Nearby:
     """Rows that name no rollout."""
 
 
+class _ReadAhead:
+    """Rows that are read in a thread before they are requested."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._begun: tuple[frozenset[bytes], Future[pl.DataFrame]] | None = None
+
+    def begin(self, keys: pl.Series, read: Callable[[], pl.DataFrame]) -> None:
+        """Begin to read the rows of some keys."""
+        self._begun = _distinct(keys), self._thread.submit(read)
+
+    def take(self, keys: pl.Series) -> pl.DataFrame | None:
+        """Return what was begun, once it is read; None if that is nothing, or of other keys."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        rows = begun[1].result()
+        return rows if begun[0] == _distinct(keys) else None
+
+    def forget(self) -> None:
+        """Forget what was begun."""
+        self._begun = None
+
+
 class RolloutReader:
     """Reads rollouts for one build specification."""
 
@@ -94,10 +114,8 @@ class RolloutReader:
         self._settings = settings
         self._reader = StoreReader(client, settings)
         self._owners_of_traces = Discovery(self._reader).owners
-        self._beside = ThreadPoolExecutor(1, "spans of rollouts")
-        self._within = ThreadPoolExecutor(2, "traces and calls of rollouts")
-        self._begun: _Read | None = None
-        self._calls_begun: _Read | None = None
+        self._beside = ThreadPoolExecutor(1, "traces of rollouts")
+        self._spans_ahead, self._calls_ahead = _ReadAhead("spans of rollouts"), _ReadAhead("calls of rollouts")
 
     def now(self) -> datetime:
         """Return the store's clock, which dates every arrival."""
@@ -105,28 +123,24 @@ class RolloutReader:
 
     def begin(self, rollouts: pl.DataFrame) -> None:
         """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts."""
-        few = 0 < rollouts.height <= _FEW
-        self._begun = (_keys(rollouts["RolloutId"]), self._beside.submit(self._arrivals, rollouts)) if few else None
+        if 0 < rollouts.height <= _FEW:
+            self._spans_ahead.begin(rollouts["RolloutId"], lambda: self._arrivals(rollouts))
 
     def arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Return ARRIVALS of the given rollouts (RolloutId, TraceId), a row each delivery."""
-        begun, self._begun = self._begun, None
-        if begun:
-            rows = begun[1].result()  # also of others: it would go on reading
-            if begun[0] == _keys(rollouts["RolloutId"]):
-                return rows
-        return self._arrivals(rollouts)
+        rows = self._spans_ahead.take(rollouts["RolloutId"])
+        return self._arrivals(rollouts) if rows is None else rows
 
     def _arrivals(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        self._calls_begun = None
-        nearby = self._within.submit(self._nearby, rollouts["TraceId"])
+        self._calls_ahead.forget()
+        nearby = self._beside.submit(self._nearby, rollouts["TraceId"])
         by_key = self._by_keys(rollouts["RolloutId"], _NAMED)
         others = by_key["TraceId"].filter(~by_key["TraceId"].is_in(rollouts["TraceId"].implode()))
         arrivals = _with_dropped(by_key, [*nearby.result(), *self._nearby(others)])
         if arrivals.select(IS_GATEWAY.sum()).item() <= _FEW_CALLS:
             # After the spans: a span without its calls is left out later, calls without their span are not.
             keys = _keys_of_calls(rollouts, arrivals)
-            self._calls_begun = _keys(keys), self._within.submit(self._calls, keys)
+            self._calls_ahead.begin(keys, lambda: self._calls(keys))
         return arrivals
 
     def owners(self, arrivals: pl.DataFrame) -> pl.DataFrame:
@@ -137,8 +151,9 @@ class RolloutReader:
         """Return the frames of the given rollouts (ROLLOUTS), from ARRIVALS that may include others', and OWNERS of their traces."""
         matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
         spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching), "EventIndex")
-        keys, (begun, self._calls_begun) = _keys_of_calls(rollouts, spans), (self._calls_begun, None)
-        calls = begun[1].result() if begun and begun[0] == _keys(keys) else self._calls(keys)
+        keys = _keys_of_calls(rollouts, spans)
+        calls = self._calls_ahead.take(keys)
+        calls = self._calls(keys) if calls is None else calls
         return self._frames(_read_of(rollouts, spans), spans, calls, owners)
 
     def claimed_frames(self, rollouts: pl.DataFrame, traces: pl.Series) -> Frames:
@@ -204,7 +219,7 @@ class RolloutReader:
         return concat(parts, ANSWERS)
 
 
-def _keys(names: pl.Series) -> frozenset[bytes]:
+def _distinct(names: pl.Series) -> frozenset[bytes]:
     """Return names as a set; as bytes: a store may hold keys that are not UTF-8."""
     return frozenset(names.cast(pl.Binary).to_list())
 
@@ -214,10 +229,9 @@ def _keys_of_calls(rollouts: pl.DataFrame, spans: pl.DataFrame) -> pl.Series:
     return pl.concat([rollouts["RolloutId"], spans.select(pl.col("TraceId").filter(~NAMED & IS_GATEWAY)).to_series()])
 
 
-def _with_dropped(by_key: pl.DataFrame, nearby: Iterable[_Nearby]) -> pl.DataFrame:
+def _with_dropped(by_key: pl.DataFrame, nearby: Sequence[_Nearby]) -> pl.DataFrame:
     """Return ARRIVALS: the rows found by their keys, and those near them, marked where the gateway withheld attributes."""
-    parts = list(nearby)
-    rows, withheld = pl.concat([by_key, *(part.inherited for part in parts)]), concat([part.dropped for part in parts], DROPPED)
+    rows, withheld = pl.concat([by_key, *(part.inherited for part in nearby)]), concat([part.dropped for part in nearby], DROPPED)
     if withheld.is_empty():
         return rows.with_columns(Dropped=pl.lit(False))
     among = withheld.select(pl.struct(*DROPPED)).to_series().implode()
