@@ -17,6 +17,7 @@ from typing import Any
 
 from collector.sql.answer_clause import AnswerClause
 from spangrad.errors import StoreError
+from spangrad.processes import lock_alone
 
 CONFIG = Path(__file__).parent / "chdb_config"
 HANDLE_SETTINGS = {
@@ -260,19 +261,12 @@ def _own(path: Path) -> int:
         lock = os.open(path / _OWNER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise _unusable(path, error) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_alone(lock, f"store.path = {str(path)!r}", StoreError):
         owner = os.read(lock, 32).decode().strip()
         os.close(lock)
         raise StoreError(
             f"the store in {path} is in use by process {owner or 'unknown'}. Stop that process, or set store.path to another directory."
-        ) from None
-    except OSError as error:
-        os.close(lock)
-        raise StoreError(
-            f"store.path = {str(path)!r} cannot be locked ({error.strerror}). Set it to a directory on a file system with locks."
-        ) from None
+        )
     os.truncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent: started in a group of their own, stopped as a group, with logs.
+"""Child processes that never outlive their parent: started in a group of their own, stopped as a group, with logs; and locks of files.
 
 In: a command. Out: a `Child`. Invariant: when this process ends, for whatever reason, so do its children.
 """
@@ -6,6 +6,7 @@ In: a command. Out: a `Child`. Invariant: when this process ends, for whatever r
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
+from typing import IO
 
 from spangrad.errors import SpangradError
 from spangrad.http.json_http import status_of
@@ -312,3 +314,27 @@ def wait_until(
 def answers(url: str) -> bool:
     """Return whether a GET gets the status 200."""
     return status_of(url) == 200
+
+
+def lock_alone(file: int | IO[str], what: str, error: type[SpangradError]) -> bool:
+    """Lock an open file for this process, until it is closed; return False if another process has locked it.
+
+    Args:
+        file: descriptor or file; it is closed where the file system has no locks.
+        what: name of the file in the error.
+        error: class of the error.
+
+    Raises:
+        SpangradError: an `error`: the file system has no locks.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as failure:
+        if isinstance(file, int):
+            os.close(file)
+        else:
+            file.close()
+        raise error(f"{what} cannot be locked ({failure.strerror}). Name a place on a file system with locks.") from None
+    return True

@@ -11,7 +11,6 @@ a span as little-endian uint32, then the span.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import struct
@@ -22,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from spangrad.errors import GatewayError
+from spangrad.processes import lock_alone
 
 log = logging.getLogger(__name__)
 
@@ -238,20 +238,13 @@ def _own(directory: Path) -> int:
         raise GatewayError(
             f"gateway.spill_path = {directory} cannot be used: {error.strerror}. Set it to a directory that may be written."
         ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_alone(lock, f"gateway.spill_path = {directory}", GatewayError):
         owner = os.read(lock, 32).decode().strip()
         os.close(lock)
         raise GatewayError(
             f"gateway.spill_path = {directory} is in use by the gateway of process {owner or 'unknown'}. "
             "Stop that one, or set gateway.spill_path to another directory."
-        ) from None
-    except OSError as error:
-        os.close(lock)
-        raise GatewayError(
-            f"gateway.spill_path = {directory} cannot be locked ({error.strerror}). Set it to a directory on a file system with locks."
-        ) from None
+        )
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock

@@ -7,7 +7,6 @@ to another writes nothing from then on, before it notices, too, and after the ot
 
 from __future__ import annotations
 
-import fcntl
 import threading
 import time
 import uuid
@@ -21,6 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from spangrad.database import Database, Owner, database_url
 from spangrad.errors import QueueError
+from spangrad.processes import lock_alone
 
 METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -340,14 +340,9 @@ def _only_server(url: sa.URL) -> IO[str]:
         file = path.open("w")
     except OSError as error:
         raise QueueError(f"queue.db: {path} cannot be written ({error.strerror}). Name a file that can.") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not lock_alone(file, f"queue.db: {path}", QueueError):
         file.close()
-        raise _other_server_error(url.render_as_string(hide_password=True)) from None
-    except OSError as error:
-        file.close()
-        raise QueueError(f"queue.db: {path} cannot be locked ({error.strerror}). Name a file on a file system with locks.") from None
+        raise _other_server_error(url.render_as_string(hide_password=True))
     return file
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any, Self
 
 from spangrad.errors import SpangradError
 from spangrad.leases import is_dead, shown
+from spangrad.processes import lock_alone
 
 LOCK = ".spangrad-run"
 """Name of the file that marks a directory as a run's; its owner holds a lock on it and has written its process id into it."""
@@ -45,21 +46,14 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / LOCK).open("a+")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_alone(lock, str(self.path / LOCK), SpangradError):
             lock.seek(0)
             owner = lock.read().strip() or "?"
             lock.close()
             raise SpangradError(
                 f"process {owner} runs in {self.path} already. Stop it (`spangrad down` ends what `spangrad up` started), or name another"
                 " directory."
-            ) from None
-        except OSError as error:
-            lock.close()
-            raise SpangradError(
-                f"{self.path / LOCK} cannot be locked ({error.strerror}). Name a directory on a file system with locks."
-            ) from None
+            )
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
