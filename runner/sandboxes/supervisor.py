@@ -115,11 +115,7 @@ class SandboxSupervisor:
     def do_open(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
         """Open a regular file to read: its path."""
         del descriptors
-        descriptor = os.open(arguments[0], os.O_RDONLY | os.O_NONBLOCK)
-        opened.append(descriptor)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(opened.pop())
-            raise OSError("it is no regular file")
+        opened.append(_open_regular(arguments[0], os.O_RDONLY))
         return b""
 
     def do_write(self, arguments: list[bytes], descriptors: list[int], opened: list[int]) -> bytes:
@@ -127,10 +123,7 @@ class SandboxSupervisor:
         del opened
         (path,) = arguments
         os.makedirs(os.path.dirname(path) or b".", exist_ok=True)  # noqa: PTH103, PTH120  # pathlib takes long to import
-        # A pipe that nothing reads would hold up this program, and with it the sandbox.
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666), "wb") as file:  # noqa: PTH123
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError("it is no regular file")
+        with open(_open_regular(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
             file.truncate()
             while data := os.read(descriptors[0], _CHUNK_BYTES):
                 file.write(data)
@@ -150,6 +143,15 @@ class SandboxSupervisor:
         self._poll.unregister(descriptor)
         os.close(descriptor)
         self._send(b"ended", b"%d" % pid, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _open_regular(path: bytes, flags: int) -> int:
+    """Open a regular file; a pipe would wait for its other end, and hold up this program, and with it the sandbox."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+    return descriptor
 
 
 def main() -> None:
