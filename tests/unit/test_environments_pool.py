@@ -393,7 +393,9 @@ async def test_instance_whose_call_returns_late_is_closed_in_its_thread() -> Non
     assert not closed.is_set()
     release.set()
     assert await asyncio.to_thread(closed.wait, 10)
-    await until(lambda: _is(asyncio.to_thread(lambda: [one.name for one in threading.enumerate() if one.name == "environment late"]), []))
+    await until(
+        lambda: _is(asyncio.to_thread(lambda: [thread.name for thread in threading.enumerate() if thread.name == "environment late"]), [])
+    )
 
 
 class NoBegin:

@@ -391,14 +391,20 @@ async def test_session_table_ends_idle_sessions_but_none_at_work() -> None:
         await idle.ask(b"")
 
 
+async def waiting_request(shard: FakeShard) -> tuple[SessionTable, EnvironmentSession, asyncio.Task[Frame]]:
+    """Open a session and begin a request of it, which waits for the shard's answer."""
+    sessions, _ = table(shard)
+    session = await sessions.open("a", SessionOpening())
+    asking = asyncio.create_task(session.ask(b""))
+    await asyncio.sleep(0)
+    return sessions, session, asking
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_session_request_of_a_client_that_left_keeps_its_time_limit(answers: bool) -> None:
     async def scenario() -> None:
         shard = FakeShard()
-        sessions, _ = table(shard)
-        session = await sessions.open("a", SessionOpening())
-        asking = asyncio.create_task(session.ask(b""))
-        await asyncio.sleep(0)
+        sessions, session, asking = await waiting_request(shard)
         asking.cancel()
         await asyncio.wait([asking])
         if answers:
@@ -438,11 +444,7 @@ async def test_session_table_second_connection_displaces_the_first() -> None:
 
 
 async def test_session_table_lost_process_answers_requests_with_an_error() -> None:
-    shard = FakeShard()
-    sessions, _ = table(shard)
-    session = await sessions.open("a", SessionOpening())
-    asking = asyncio.create_task(session.ask(b""))
-    await asyncio.sleep(0)
+    sessions, session, asking = await waiting_request(FakeShard())
     session.lose("the process has ended")
     with pytest.raises(SessionError, match="the process has ended"):
         await asking
