@@ -64,8 +64,10 @@ def restore(
     model = model_of(path)
     optimizer = make(model)
     try:
-        if has_trainers_state(ledger.database, base) or model != path:
+        if has_trainers_state(ledger.database, base):
             optimizer.load_state(path)
+        elif model != path:
+            optimizer.load_adapters(path)
         optimizer.hold(earlier_checkpoints(ledger, base, optimizer.versions_to_hold))
         if steps:
             logger.info(

@@ -17,12 +17,14 @@ from spangrad.weights.adapters import AdapterFacts, adapter_facts
 from spangrad.weights.checksums import checksum_directory
 from tests.support.built_rollouts import RUN, send
 from tests.support.policies import PROMPT, changed, logprobs_of, sampled_rows, trainer_settings
-from tests.support.trainers import save, written
+from tests.support.trainers import FakeSource, normalise, save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.recovery import open_ledger, prepare
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.publish import checkpoint
+from trainer.restoring import restore
 from trainer.run import train
 from transition_builder.loop import build_once
 
@@ -110,6 +112,27 @@ def test_adapter_checksum_covers_base_scale_and_adapter(tiny_model: Path, tmp_pa
     file.write_text(json.dumps({**config, "base_model_name_or_path": str(tmp_path / "gone")}))
     with pytest.raises(CheckpointError, match="which is no directory here"):
         checksum_directory(stored.path)
+
+
+def test_branch_begun_with_adapter_has_new_optimizer_and_schedule(tiny_model: Path, tmp_path: Path):
+    """The parent is at the end of its cosine, where its rate is 0."""
+    ended = changed(ALONE, {"optim__schedule": "cosine", "max_steps": 1})
+    parent = trained(tiny_model, ended)
+    begins = written(parent, tiny_model, tmp_path / "parent").path
+    batch = sampled(begins, seed=2)
+    before = {name: value.copy() for name, value in parent.weights()}
+    assert parent.step(batch)["updated"] == 1
+    assert all(np.array_equal(before[name], value) for name, value in parent.weights()), "its rate is 0"
+
+    settings = Settings(trainer=changed(ended, {"model": begins, "directory": tmp_path / "policies"}))
+    ledger = open_ledger(settings)
+    head = prepare(ledger, settings)
+    begun = restore(head, ledger, FakeSource([]), settings.trainer, normalise, lambda model: VerlOptimizer(model, settings.trainer))  # type: ignore[arg-type]
+    ledger.close()
+    assert all(np.array_equal(before[name], value) for name, value in begun.weights())
+    assert begun.step(batch)["updated"] == 1
+    moved = max(float(np.abs(value - before[name]).max()) for name, value in begun.weights())
+    assert moved == pytest.approx(1e-2, rel=0.01), "AdamW's first step is as long as its rate"
 
 
 @pytest.mark.slow

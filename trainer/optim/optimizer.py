@@ -157,6 +157,14 @@ class VerlOptimizer:
         """
         self._order.set_state(self._workers.everywhere("load_state", directory.absolute()))
 
+    def load_adapters(self, directory: Path) -> None:
+        """Give the policy the adapters of a state that `write` wrote, and leave all else as it is: another branch begins with them.
+
+        Raises:
+            CheckpointError: the file is missing or damaged, or has other adapters than the settings.
+        """
+        self._workers.everywhere("load_adapters", directory.absolute())
+
     def load_weights(self, directory: Path) -> None:
         """Give the policy the weights of a checkpoint, and leave all else as it is.
 

@@ -304,10 +304,7 @@ class Rank:
         """
         files, settings, policy = directory / checkpoint.STATE, self._settings, self._engine(ModelRole.POLICY)
         held = sharded_state.entries(files)
-        facts = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
-        sharded_state.read(files, facts, self._files)
-        adapted = {name: entry.shape for name, entry in sharded_state.under(_WEIGHTS[ModelRole.POLICY], held).items() if entry}
-        require_adapters(files, adapted if "lora_alpha" in held else None, facts.get("lora_alpha"), policy.module.state_dict(), settings)
+        facts = self._facts_of(files, held)
         own = f"random.{self.rank}"
         state = {name: sharded_state.empty(entry) for name, entry in held.items() if name.startswith(f"{own}.")}
         for role, engine in self._trained():
@@ -334,6 +331,37 @@ class Rank:
 
 
 def _hold_after(schedule: Any, steps: int) -> None:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_adapters(self, directory: Path) -> None:
+        """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
+
+        Args:
+            directory: directory of the checkpoint.
+
+        Raises:
+            CheckpointError: as `load_state`.
+        """
+        files, module = directory / checkpoint.STATE, self._engine(ModelRole.POLICY).module
+        held = sharded_state.entries(files)
+        self._facts_of(files, held)
+        weights = sharded_state.named(_WEIGHTS[ModelRole.POLICY], kept(module.state_dict(), self._settings))
+        state: dict[str, Any] = {name: torch.empty_like(value) for name, value in weights.items()}
+        sharded_state.read(files, state, self._files)
+        module.load_state_dict(sharded_state.under(_WEIGHTS[ModelRole.POLICY], state), strict=False)
+
+    def _facts_of(self, files: Path, held: Mapping[str, sharded_state.StoredTensor | None]) -> dict[str, Any]:
+        """Return what a state holds beside the ranks' tensors; collective.
+
+        Raises:
+            CheckpointError: the state cannot be read, or has other adapters than the settings.
+        """
+        facts = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
+        sharded_state.read(files, facts, self._files)
+        adapted = {name: entry.shape for name, entry in sharded_state.under(_WEIGHTS[ModelRole.POLICY], held).items() if entry}
+        parameters = self._engine(ModelRole.POLICY).module.state_dict()
+        require_adapters(files, adapted if "lora_alpha" in held else None, facts.get("lora_alpha"), parameters, self._settings)
+        return facts
+
     """Hold a schedule's rates from so many optimizer steps on: the half of a cosine that follows would raise them again."""
     schedule.lr_lambdas = [lambda step, factor=factor: factor(min(step, steps)) for factor in schedule.lr_lambdas]
 
