@@ -76,7 +76,8 @@ class SamplingSettings(Section):
     """Largest staleness of the calls of single agents, such as the roles of a game, in versions, by name: bounds tighter than
     trainer.sampling.max_staleness. Older calls are not trained, and their rewards count."""
     skip_equal_groups: bool = False
-    """True to skip groups in which no value differs from those that it is compared with (DAPO)."""
+    """True to skip groups in which no value differs from those that it is compared with (DAPO); not for trainer.credit.estimator `gae` and
+    `reinforce_plus_plus`, which compare with the whole batch."""
     truncated: Literal["train", "mask", "reject"] = "train"
     """Treatment of calls whose response was cut at its token limit: trained like others, masked, or their whole rollout masked (DAPO's
     overlong filtering). Their rewards count in the baseline either way."""

@@ -53,6 +53,13 @@ def test_merges_by_default_unless_micro_batches_change_gradient(facts: dict[str,
             {"loss__name": "geo_mean", "credit__scheme": "own", "baseline": "turn"},
             "'geo_mean' takes one advantage a rollout.*Set trainer.credit.scheme = 'identical'",
         ),
+        *(
+            (
+                {"estimator": estimator, "skip_equal_groups": True},
+                rf"skip_equal_groups = true skips .* trainer\.credit\.estimator = '{estimator}' compares .* whole batch.*= false",
+            )
+            for estimator in ("gae", "reinforce_plus_plus")
+        ),
         ({"loss__name": "geo_mean", "estimator": "gae"}, "'geo_mean' takes one advantage a rollout"),
         ({"estimator": "gdpo", "credit__scheme": "own", "baseline": "turn"}, "Set trainer.credit.scheme = 'identical'"),
         (
@@ -91,7 +98,7 @@ def test_learning_check_of_unsupported_settings_raises(facts: dict[str, Any], sa
         {},
         {"estimator": "gdpo", "credit__scheme": "final_only"},
         {"estimator": "gae", "gamma": 0.99, "gae_lambda": 0.95},
-        {"estimator": "optimal_token_baseline"},
+        {"estimator": "optimal_token_baseline", "skip_equal_groups": True},
         {"loss__name": "dro", "loss__options": {"dro_beta": 0.1}},
         {"loss__aggregation": "seq-mean-token-sum-norm", "loss__options": {"loss_scale_factor": 9, "clip_ratio_c": 2}},
         {"kl_coef": 0.1, "model": Path("/begins/here")},

@@ -190,6 +190,12 @@ def _check_estimator(settings: TrainerSettings) -> None:
             f"trainer.credit.estimator = {settings.credit.estimator!r} gives credit to each token by itself, and trainer.credit.scheme = "
             f"{settings.credit.scheme!r} with trainer.credit.baseline = {settings.credit.baseline!r} has no part in it. Leave both out."
         )
+    if settings.sampling.skip_equal_groups and facts.scope == "all":
+        raise SettingsError(
+            "trainer.sampling.skip_equal_groups = true skips groups whose values are equal, and trainer.credit.estimator = "
+            f"{settings.credit.estimator!r} compares values of the whole batch, so that such groups teach as well. Set "
+            "trainer.sampling.skip_equal_groups = false, or an estimator that compares a group, such as 'grpo'."
+        )
     if settings.credit.by_role and (facts.by_token or facts.needs is Need.GREEDY_ROLLOUT or settings.loss.name == "geo_mean"):
         raise SettingsError(
             "trainer.credit.by_role = true gives the calls of a rollout's roles values of their own, and trainer.credit.estimator = "
