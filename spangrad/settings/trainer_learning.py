@@ -80,7 +80,8 @@ class SamplingSettings(Section):
     `reinforce_plus_plus`, which compare with the whole batch."""
     truncated: Literal["train", "mask", "reject"] = "train"
     """Treatment of calls whose response was cut at its token limit: trained like others, masked, or their whole rollout masked (DAPO's
-    overlong filtering). Their rewards count in the baseline either way."""
+    overlong filtering). Their rewards count in the baseline either way; in that of the optimal token baselines only beside a trained call
+    of their rollout."""
     retrain_finetuned: bool = False
     """True to also train groups of which `spangrad finetune` has trained a rollout on this branch. False: they count as trained."""
 

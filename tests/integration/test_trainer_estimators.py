@@ -235,6 +235,19 @@ def test_advantages_over_tokens_match_verl(facts: dict[str, Any], observation: i
     assert tokens_here(settings) == pytest.approx(tokens_by_verl(settings, observation=observation), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_advantages_over_tokens_of_chain_alone_in_its_group_are_0(name: Any):
+    """The second rollout is masked whole: by verl's function the first would have its raw return."""
+    settings = trainer_settings(estimator=name)
+    worth = {"a": ("x", 1.0), "b": ("x", 1.0), "c": ("y", 1.0), "d": ("y", 0.0)}
+    rows = pl.DataFrame([transition_row(rollout, rewards=(reward,), GroupId=group) for rollout, (group, reward) in worth.items()])
+    calls, links = chains(rows, rows["RolloutId"] != "b", {})
+    batch = replace(layout(separate(calls, pl.zeros(len(calls), eager=True)), lineage=[0], divisor=4), chains=links)
+    halves = np.full(batch.logprobs.shape, 0.5, np.float32)
+    advantages, _ = over_tokens(settings, batch, old_log_probs=np.log(halves), sum_pi_squared=halves)
+    assert advantages[batch.response_mask.astype(bool)].tolist() == pytest.approx([0, 0, 0.5, 0.5, -0.5, -0.5])
+
+
 def test_norm_by_std_false_matches_dr_grpo():
     ours = advantages_here(trainer_settings(norm_by_std=False, reward_weights=WEIGHTS))
     assert ours == pytest.approx(advantages_by_verl("grpo", "rollout", norm_adv_by_std_in_grpo=False))

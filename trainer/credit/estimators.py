@@ -71,6 +71,8 @@ def over_tokens(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the advantage and the return of each sampled token, by an estimator that works by token.
 
+    Where it compares the chains of a group, one that stands alone has advantage 0; verl takes its raw return.
+
     Args:
         settings: the estimator, `gamma` (per token) and `gae_lambda`.
         batch: with `chains`.
@@ -94,22 +96,23 @@ def over_tokens(
         return torch.from_numpy(padded)
 
     last = np.append(row[1:] != row[:-1], [True])
+    groups = links.group[np.unique(links.rollout, return_index=True)[1]]
     facts = {
         "token_level_rewards": laid(np.where(last, links.rewards[row], 0.0)),
         "response_mask": laid(np.ones(len(row))),
-        "index": links.group[np.unique(links.rollout, return_index=True)[1]],
+        "index": groups,
         "gamma": settings.credit.gamma,
         "lam": settings.credit.gae_lambda,
         "config": AlgoConfig(),
         **{name: laid(values[row, column]) for name, values in token_values.items()},
     }
     outputs = get_adv_estimator_fn(settings.credit.estimator)(**_accepted(settings.credit.estimator, facts))
-    results: list[NDArray[np.float32]] = []
-    for output in outputs:
-        spread = np.zeros(batch.logprobs.shape, np.float32)
+    advantages, returns = (np.zeros(batch.logprobs.shape, np.float32) for _ in range(2))
+    for spread, output in zip((advantages, returns), outputs, strict=True):
         spread[row, column] = output.numpy()[chain, position]
-        results.append(spread)
-    return results[0], results[1]
+    if ESTIMATORS[settings.credit.estimator].scope == "group":
+        advantages[row, column] *= (np.bincount(groups) > 1)[groups[chain]]
+    return advantages, returns
 
 
 def _accepted(name: str, facts: dict[str, object]) -> dict[str, object]:
