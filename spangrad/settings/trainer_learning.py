@@ -156,7 +156,8 @@ class OptimSettings(Section):
     critic_learning_rate: float = 1e-5
     """GAE: learning rate of the value model, which begins as the policy with a new head."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps over which the learning rate rises from 0 to trainer.optim.learning_rate. The critic's has no warm-up."""
+    """Optimizer steps over which the learning rate rises from 0 to trainer.optim.learning_rate. A step of the branch counts as
+    trainer.optim.epochs x trainer.optim.mini_batches, whatever has a gradient in it. The critic's has no warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after its warm-up: it stays (constant), or falls along half a cosine to 0 at trainer.max_steps
     (cosine). The critic's stays."""

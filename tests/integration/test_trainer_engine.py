@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from spangrad.errors import BadRowsError, CheckpointError
+from spangrad.errors import BadRowsError, CheckpointError, LedgerError
 from spangrad.settings import TrainerSettings
 from tests.support.policies import (
     NO_ALARM,
@@ -177,6 +177,50 @@ def test_cosine_schedule_falls_to_0_at_max_steps_and_stays_there(tiny_model: Pat
         engine.step(batch(rows, version=version))
         moved.append(differences(before, weights(engine)))
     assert moved == [pytest.approx(1e-3, rel=0.1), pytest.approx(0.5e-3, rel=0.2), 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollouts", "worth", "expected"),
+    [
+        ({"max_steps": 2}, 24, 0, [0, 0.5e-3, 0]),  # no advantage in the first step
+        ({"max_steps": 1, "mini_batches": 3}, 2, 1, [1.75e-3, 0, 0]),  # fewer rollouts than mini-batches, at rates of 1 and 0.75
+        ({"warmup_steps": 2, "schedule": "constant"}, 24, 0, [0, 0.5e-3, 1e-3]),
+    ],
+    ids=str,
+)
+def test_schedule_follows_steps_of_which_parts_have_no_gradient(
+    tiny_model: Path, rows: pl.DataFrame, changes: dict[str, object], rollouts: int, worth: float, expected: list[float]
+):
+    settings = changed(SETTINGS, {"schedule": "cosine", "alarms__logprob": NO_ALARM, **changes})
+    engine, moved, part = VerlOptimizer(tiny_model, settings), list[float](), rows[:rollouts]
+    for version, factor in enumerate((worth, 1, 1)):
+        before = weights(engine)
+        engine.step(batch(part, ADVANTAGES[:rollouts] * factor, version=version))
+        moved.append(differences(before, weights(engine)))
+    assert moved == [pytest.approx(distance, rel=0.2) for distance in expected]
+
+
+def test_step_refused_after_resume_leaves_rate_of_schedule(tiny_model: Path, tmp_path: Path, rows: pl.DataFrame):
+    """Half of the cosine is done; a refused step of two parts goes back to the rate that the schedule has there."""
+
+    def refuse() -> None:
+        raise LedgerError("the lease is lost")
+
+    settings = changed(SETTINGS, {"schedule": "cosine", "max_steps": 4, "epochs": 2, "alarms__logprob": NO_ALARM})
+    first = VerlOptimizer(tiny_model, settings)
+    for version in range(2):
+        first.step(batch(rows, version=version))
+    stored = written(first, tiny_model, tmp_path)
+    moved = list[dict[str, np.ndarray]]()
+    for refused in (False, True):
+        engine = VerlOptimizer(stored.path, settings)
+        engine.load_state(stored.path)
+        if refused:
+            with pytest.raises(LedgerError):
+                engine.step(batch(rows, version=2), refuse)
+        engine.step(batch(rows, version=2))
+        moved.append(weights(engine))
+    assert differences(*moved) == 0
 
 
 def test_step_for_the_entropy_alone_counts_in_the_warm_up(tiny_model: Path, rows: pl.DataFrame):

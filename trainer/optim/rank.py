@@ -69,6 +69,8 @@ class Rank:
         """
         self._models, self._settings, self._device = models, settings, device
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
+        self._position = 0
+        """Position of the policy's schedule at the step's start, in optimizer steps."""
         self._earlier: EarlierWeights | None = None
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes. None: there are none."""
@@ -94,12 +96,19 @@ class Rank:
         if self._earlier is None:
             self._earlier = EarlierWeights(held_versions)
         self._times.begin()
+        self._position = self._engine(ModelRole.POLICY).lr_scheduler.last_epoch
         copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_step(self) -> None:
-        """Hold the weights from the start of the step, as those of the previous version."""
+        """Hold the weights from the start of the step, as those of the previous version, and move the schedule to the step's end.
+
+        Parts of a batch without a gradient take no optimizer step, and there may be fewer parts than mini-batches. The schedule counts them
+        all the same: it follows the branch's steps, as trainer.max_steps does.
+        """
+        optim = self._settings.optim
+        _set_position(self._engine(ModelRole.POLICY).lr_scheduler, self._position + optim.epochs * optim.mini_batches)
         if ModelRole.POLICY in self._before and self._earlier:
             self._earlier.hold(self._before[ModelRole.POLICY].weights)
         self._before = {}
@@ -318,19 +327,10 @@ class Rank:
                 engine.module.load_state_dict(weights, strict=not adapters_alone)
             if role is ModelRole.POLICY or weights:
                 sharded_state.load_moments(role, engine.module, engine.optimizer, state)
-        _resume_schedule(policy.lr_scheduler, facts["steps"])
+        _set_position(policy.lr_scheduler, facts["steps"])
         _set_random_state(sharded_state.under(own, state))
         return facts["order"]
 
-    def _trained(self) -> list[tuple[ModelRole, Any]]:
-        """Return the models that are trained."""
-        return [(role, self._engine(role)) for role in self._models if role is not ModelRole.REFERENCE]
-
-    def _engine(self, role: ModelRole) -> Any:
-        return self._models[role].engine
-
-
-def _hold_after(schedule: Any, steps: int) -> None:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_adapters(self, directory: Path) -> None:
         """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
@@ -362,15 +362,25 @@ def _hold_after(schedule: Any, steps: int) -> None:
         require_adapters(files, adapted if "lora_alpha" in held else None, facts.get("lora_alpha"), parameters, self._settings)
         return facts
 
+    def _trained(self) -> list[tuple[ModelRole, Any]]:
+        """Return the models that are trained."""
+        return [(role, self._engine(role)) for role in self._models if role is not ModelRole.REFERENCE]
+
+    def _engine(self, role: ModelRole) -> Any:
+        return self._models[role].engine
+
+
+def _hold_after(schedule: Any, steps: int) -> None:
     """Hold a schedule's rates from so many optimizer steps on: the half of a cosine that follows would raise them again."""
     schedule.lr_lambdas = [lambda step, factor=factor: factor(min(step, steps)) for factor in schedule.lr_lambdas]
 
 
-def _resume_schedule(schedule: Any, steps: int) -> None:
-    """Resume a schedule after `steps` optimizer steps, from the rates of the settings."""
+def _set_position(schedule: Any, steps: int) -> None:
+    """Move a schedule to its position after `steps` optimizer steps, with the rates of the settings."""
     schedule.last_epoch = steps
     for group, rate, factor in zip(schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = rate * factor(steps)
+    schedule._last_lr = [group["lr"] for group in schedule.optimizer.param_groups]  # what `snapshots.restore` goes back to
 
 
 def _random_state() -> dict[str, Any]:
