@@ -99,7 +99,7 @@ def test_step_of_batch_rejected_whole_leaves_critic(tiny_model: Path):
     metrics = VerlOptimizer(tiny_model, settings).step(
         replace(batch, logprobs=batch.logprobs - batch.response_mask, staleness=0 * batch.staleness - 1)
     )
-    assert (metrics["updated"], "critic_loss" in metrics) == (0, False)
+    assert (metrics["updated"], metrics["loss"], "critic_loss" in metrics) == (0, 0, False)
 
 
 def test_load_state_without_critic_begins_one_silently(tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

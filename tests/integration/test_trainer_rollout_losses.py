@@ -14,7 +14,7 @@ import torch
 
 from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
-from tests.support.policies import PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
 from tests.support.trainers import loss_settings, mostly_slow
 from trainer.credit import learning
 from trainer.credit.learning import LOSSES, merges
@@ -301,6 +301,14 @@ def test_step_with_several_epochs_uses_ratio_of_current_weights(name: Any, tiny_
     assert apart["loss"] == pytest.approx(merged["loss"], abs=5e-4)
     assert apart["ppo_kl"] == pytest.approx(merged["ppo_kl"], abs=5e-4)
     assert apart["ppo_kl"] != 0
+
+
+@pytest.mark.parametrize("facts", [{}, {"merge": True, "entropy_coef": 0.1}, {"loss__aggregation": "seq-mean-token-mean"}], ids=str)
+def test_loss_of_batch_whose_tokens_are_all_rejected_is_0(facts: dict[str, Any], tiny_model: Path):
+    rejection = {"recompute_logprobs": True, "correction": {"reject": {"token_k2": "1e-12"}}, "alarms__logprob": NO_ALARM}
+    metrics = step(tiny_model, trainer_settings(**rejection, **facts), *trajectories(tiny_model))
+    assert (metrics["updated"], metrics["loss"], metrics["correction_rejected"]) == (0, 0, 1)
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
 
 
 def test_mini_batches_keep_a_rollouts_rows_together(tiny_model: Path):

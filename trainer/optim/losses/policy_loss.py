@@ -27,10 +27,12 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
         dp_group: of the workers.
     """
     from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.utils import tensordict_utils as tu
     from verl.utils.metric import AggregationType, Metric
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import no_padding_2_padding
 
+    tu.assign_non_tensor(data, batch_num_tokens=max(data["batch_num_tokens"], 1))  # the mean over no token is 0, and no NaN
     logprobs = no_padding_2_padding(model_output["log_probs"], data)
     if "rollout_log_ratio" in data:  # verl's gspo takes a row's mean for the ratio and stops its gradient: make it the rollout's
         data["old_log_probs"] = logprobs.detach().float() - data["rollout_log_ratio"][:, None]
@@ -44,7 +46,7 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
 
     def mean(values: Any) -> Any:
         """Return the micro-batch's part of a mean over the batch's tokens; verl averages over ranks, and sums over micro-batches."""
-        total = (values.detach().float() * mask).sum() * data["dp_size"] / max(data["batch_num_tokens"], 1)
+        total = (values.detach().float() * mask).sum() * data["dp_size"] / data["batch_num_tokens"]
         return Metric(AggregationType.SUM, total)
 
     if settings.loss.entropy_coef:
