@@ -60,14 +60,14 @@ class TrainerSettings(Section):
     phase_policies: tuple[str, ...] = ()
     """Other policies, in the same ledger, with which this one trains in phases: one version of each plays until all are updated. Empty: it
     is served as soon as it is updated."""
-    max_steps: int = 0
+    max_steps: int = Field(default=0, ge=0)
     """Number of steps after which `--follow` ends. 0: never."""
     merge: bool | None = None
     """True to train calls whose prompts extend each other as one sequence: fewer tokens, the same loss (docs/concepts/merging.md). None:
     where estimator, loss and correction leave the gradient as it is call by call."""
-    max_tokens_per_device: int = 16384
+    max_tokens_per_device: int = Field(default=16384, ge=1)
     """Largest number of tokens in a micro-batch of one device."""
-    poll_seconds: float = 0.2
+    poll_seconds: float = Field(default=0.2, gt=0)
     """Time between two looks for ready groups at a ClickHouse that is not `spangrad store`, which tells of them by itself, in seconds."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Type of the computation; weights, moments and sums of gradients are float32 (mixed precision). None: bf16 where there is a GPU."""

@@ -50,6 +50,9 @@ KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", 
 """Estimates of a KL divergence from a token's two logprobs, by verl's names; with `+` the gradient is that of `k2`, which is unbiased."""
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Correction(Section):
     """Rollout correction: treatment of responses that other weights, or another arithmetic, sampled (docs/guides/learning.md)."""
 
@@ -70,7 +73,7 @@ class SamplingSettings(Section):
 
     groups_per_batch: int = Field(default=4, ge=1)
     """Number of groups of rollouts in the batch of a step."""
-    max_staleness: int = 0
+    max_staleness: int = Field(default=0, ge=0)
     """Largest staleness of a call, in versions behind the newest; groups with older calls are skipped, with a reason."""
     agent_staleness: dict[str, Annotated[int, Field(ge=0)]] = Field(default_factory=dict[str, int])
     """Largest staleness of the calls of single agents, such as the roles of a game, in versions, by name: bounds tighter than
@@ -100,7 +103,7 @@ class CreditSettings(Section):
     """Discount of a reward per call between it and the call that it is credited to."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """GAE: lambda, the weight of values beyond the next token's. The discount of each token is trainer.credit.gamma."""
-    step_weight: float = 1.0
+    step_weight: float = Field(default=1.0, ge=0)
     """GiGPO: weight of a step's advantage beside its rollout's."""
     norm_by_std: bool = True
     """GRPO and related estimators: divide by the group's standard deviation. False is Dr. GRPO."""
@@ -126,13 +129,13 @@ class LossSettings(Section):
     """Aggregation of token losses to the loss of a step (docs/guides/learning.md)."""
     options: dict[str, float] = Field(default_factory=dict[str, float])
     """Numeric options of the loss, by verl's names; an option that is not listed has verl's default (docs/guides/learning.md)."""
-    clip_ratio: float = 0.2
+    clip_ratio: float = Field(default=0.2, gt=0)
     """Clip range of importance ratios around 1; in `dppo_tv` and `dppo_kl` of a divergence."""
-    clip_ratio_low: float | None = None
+    clip_ratio_low: float | None = Field(default=None, ge=0)
     """Clip range of importance ratios below 1. None: clip_ratio."""
-    clip_ratio_high: float | None = None
+    clip_ratio_high: float | None = Field(default=None, ge=0)
     """Clip range of importance ratios above 1. None: clip_ratio."""
-    critic_clip: float = 0.5
+    critic_clip: float = Field(default=0.5, gt=0)
     """GAE: clip range of a value around its prediction at the batch's start."""
     recompute_logprobs: bool = False
     """True to take ratios against the trainer's own logprobs at the batch's start. False: against those that were sampled with."""
@@ -151,9 +154,9 @@ class LossSettings(Section):
 class OptimSettings(Section):
     """Settings of the optimizer and of its steps over a batch."""
 
-    learning_rate: float = 1e-6
+    learning_rate: float = Field(default=1e-6, gt=0)
     """Learning rate of AdamW after the warm-up."""
-    critic_learning_rate: float = 1e-5
+    critic_learning_rate: float = Field(default=1e-5, gt=0)
     """GAE: learning rate of the value model, which begins as the policy with a new head."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0 to trainer.optim.learning_rate. A step of the branch counts as
@@ -161,11 +164,11 @@ class OptimSettings(Section):
     schedule: Literal["constant", "cosine"] = "constant"
     """Schedule of the learning rate after its warm-up: it stays (constant), or falls along half a cosine to 0 at trainer.max_steps
     (cosine). The critic's stays."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """AdamW's decay rates of the first and the second moment."""
-    weight_decay: float = 0.0
+    weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay, as a factor of the weights per step and learning rate."""
-    clip_grad: float = 1.0
+    clip_grad: float = Field(default=1.0, gt=0)
     """Largest norm of the gradient of an optimizer step; a larger one is scaled down to it."""
     epochs: int = Field(default=1, ge=1)
     """Number of passes over a batch."""
@@ -179,7 +182,7 @@ class LoraSettings(Section):
     rank: int = Field(default=0, ge=0)
     """Rank of the adapters that are trained while the weights stay fixed; versions are served merged unless trainer.weight_sync.method is
     `adapter`. 0: train the weights."""
-    alpha: int = 16
+    alpha: int = Field(default=16, ge=1)
     """LoRA's alpha: adapters are multiplied by alpha / rank."""
     modules: tuple[str, ...] = ()
     """Names of the layers that have adapters, such as `q_proj`. Empty: every linear layer but the head; in a mixture of experts the layers

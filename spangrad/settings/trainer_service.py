@@ -91,7 +91,7 @@ class CheckpointSettings(Section):
     after_crash: Literal["replay", "orphan"] = "replay"
     """Treatment of the steps since the last state that was written: their batches are trained again, so that the state is restored
     (replay), or their versions are orphaned and their rollouts are free again (orphan), unless another trainer of the branch runs."""
-    keep: int = 3
+    keep: int = Field(default=3, ge=1)
     """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
     best_metric: Annotated[str, AfterValidator(_given_by_validation)] = "validate_return"
     """Metric of held-out rollouts by which the best version is chosen, whose checkpoint is kept; the highest value is the best."""

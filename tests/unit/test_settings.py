@@ -66,6 +66,34 @@ def test_load_settings_errors_name_value_place_and_remedy(
     assert message.replace("{file}", str(file)) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_steps", -1),
+        ("max_tokens_per_device", 0),
+        ("poll_seconds", 0),
+        ("sampling.max_staleness", -1),
+        ("credit.step_weight", -1.0),
+        ("loss.clip_ratio", 0.0),
+        ("loss.clip_ratio_low", -0.1),
+        ("loss.clip_ratio_high", -0.1),
+        ("loss.critic_clip", 0.0),
+        ("optim.learning_rate", -1e-6),
+        ("optim.learning_rate", float("nan")),
+        ("optim.critic_learning_rate", 0.0),
+        ("optim.betas", [0.9, 1.0]),
+        ("optim.betas", [-0.1, 0.9]),
+        ("optim.weight_decay", -0.1),
+        ("optim.clip_grad", 0.0),
+        ("lora.alpha", 0),
+        ("checkpoint.keep", 0),
+    ],
+)
+def test_load_settings_of_trainer_number_out_of_bounds_raises(key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"setting trainer\.{key}.*(greater|less) than"):
+        load_settings({f"trainer.{key}": value}, env={})
+
+
 def test_load_settings_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml does not exist"):
         load_settings(file=tmp_path / "none.toml", env={})

@@ -181,7 +181,7 @@ def _prune(ledger: Ledger, settings: Settings) -> None:
     with ledger.database.transaction():  # no pin, rollback or commit comes between the choice of versions and their renaming
         head = ledger.frontier()
         versions = [version for version in versions_with_weights(ledger, trainer) if version.status is VersionStatus.COMMITTED]
-        newest = ledger.committed_versions()[-max(trainer.checkpoint.keep, 1) :]
+        newest = ledger.committed_versions()[-trainer.checkpoint.keep :]
         named = {version.version for version in (head, best(versions, trainer)) if version}
         kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
         bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
