@@ -293,6 +293,16 @@ def test_advantages_of_group_sum_to_0_and_final_only_sums_to_that_of_rollout(rol
     assert sums == pytest.approx(np.zeros(len(sums)), abs=1e-3), "a group's advantages cancel, each rollout counting once"
 
 
+def test_final_only_gives_return_to_last_call_that_is_not_masked():
+    rows = frame([*(transition_row("a", turn) for turn in range(3)), transition_row("b", 0), transition_row("b", 1, rewards=(1.0,))])
+    own, rule = pl.repeat(value=True, n=5, eager=True), CreditRule("final_only")
+    for masked, expected in ([2, 4], [0, -HALF, 0, HALF, 0]), ([0, 3], [0, 0, -HALF, 0, HALF]), ([3, 4], [0, 0, -HALF, 0, 0]):
+        trained = pl.Series([row not in masked for row in range(5)])
+        credited = assignment.advantages(rows, own, rule, normalise=normalise, trained=trained)
+        assert credited.to_list() == pytest.approx(expected, abs=1e-4), "masked calls count in the comparison"
+        assert assignment.live_groups(rows, own, rule, trained).height == 1
+
+
 @pytest.mark.parametrize(("how", "baseline"), [pair for pair in PAIRS if pair[0] != "own"])
 def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: Credit, baseline: Baseline):
     rows = frame(

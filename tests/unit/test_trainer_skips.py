@@ -132,6 +132,14 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
     assert {float(value) for row, value in zip(batch.rollout, batch.advantages[:, 0], strict=True) if row == 3} == {0.5}
 
 
+def test_assemble_of_masked_last_call_credits_the_call_before_it_by_final_only() -> None:
+    rows = [*pair(), transition_row("a", 1, rewards=(1.0,)), transition_row("b", 1, PromptIds=[1] * 99)]
+    chosen = changed(SETTINGS, {"credit__scheme": "final_only"})
+    batch, _, calls = assemble(loaded(rows), chosen, lambda units: units.values - units.values.mean(), lineage=(0,), divisor=1)  # type: ignore[arg-type]
+    credited = dict(zip(calls.select("RolloutId", "Turn").rows(), batch.advantages[:, 0].tolist(), strict=True))
+    assert credited == {("a", 0): 0.0, ("a", 1): 0.5, ("b", 0): -0.5}
+
+
 def test_masks_of_call_use_its_oldest_token() -> None:
     rows = [
         transition_row("a", Version=4, **{"Versions.Start": [0, 1], "Versions.Version": [4, 6]}),

@@ -103,15 +103,18 @@ class CreditRule:
                 raise SettingsError(f"trainer.credit.{name} = {weight} is not finite. Give a number.")
 
 
-def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise) -> pl.Series:
+def advantages(
+    transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise, trained: pl.Series | None = None
+) -> pl.Series:
     """Return the advantage of each of a policy's own calls, by the rule's scheme.
 
     Args:
         transitions: all calls of whole rollouts, other policies' too: their rewards count in the values. With `Greedy` (`with_greedy`)
             where the rule's scope is that.
-        own: which of them are trained; only those are compared, and get an advantage each, in their order.
+        own: which of them are compared, and get an advantage each, in their order.
         rule: the scheme and its parameters; None: the defaults.
         normalise: how values are compared.
+        trained: which of those are trained. None: all that are compared.
 
     Raises:
         SettingsError: the rule has no meaning.
@@ -123,7 +126,10 @@ def advantages(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | Non
     columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
     columns += ["Greedy"] if rule.scope == "greedy" else []
     calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
-        call_rewards(transitions, rule.reward_weights), own.alias("Own"), *(_by_name(transitions) if rule.by_name else [])
+        call_rewards(transitions, rule.reward_weights),
+        own.alias("Own"),
+        (own if trained is None else trained).alias("Trained"),
+        *(_by_name(transitions) if rule.by_name else []),
     )
     if rule.credit in _BY_CALL:
         calls = calls.with_columns(_values_by_call(transitions, rule))
@@ -154,7 +160,7 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
     Source: the plainest reading of a terminal reward (Sutton and Barto, Reinforcement Learning, 2018, section 3.3) without any
     spreading; a control for the other schemes (docs/concepts/credit.md: it learns nothing where earlier calls matter).
     """
-    last = (pl.col("Turn") == pl.col("Turn").filter("Own").max()).over(*KEY).fill_null(value=False)
+    last = (pl.col("Turn") == pl.col("Turn").filter("Trained").max()).over(*KEY).fill_null(value=False)
     spread = _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
     return calls.select(pl.when(last).then(spread).otherwise(0.0).alias("Advantage")).to_series()
 
@@ -195,8 +201,8 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
 
 
 Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
-"""Function from calls (KEY, Turn, CallId, Own, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo; PromptIds for
-gigpo) to one advantage per row; the advantages of rows that are not Own are not used."""
+"""Function from calls (KEY, Turn, CallId, Own, Trained, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo;
+PromptIds for gigpo) to one advantage per row; the advantages of rows that are not Own are not used."""
 
 SCHEMES: Mapping[Credit, Scheme] = {
     "identical": identical,
@@ -252,7 +258,8 @@ def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, tra
         trained: which of those are trained. None: all that are compared.
     """
     scope: Scope = "greedy" if rule.scope == "greedy" else "group"
-    differs = advantages(transitions, own, replace(rule, scope=scope, step_weight=1.0), normalise=lambda units: np.ones(len(units.values)))
+    distinct = replace(rule, scope=scope, step_weight=1.0)
+    differs = advantages(transitions, own, distinct, normalise=lambda units: np.ones(len(units.values)), trained=trained)
     alive = differs != 0 if trained is None else (differs != 0) & trained.filter(own)
     return transitions.filter(own).select(*GROUP).filter(alive).unique(maintain_order=True)
 

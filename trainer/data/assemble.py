@@ -71,7 +71,7 @@ def assemble(
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
         calls = loaded.transitions.filter(trained)
-        values = advantages(transitions, own, rule, normalise=normalise).filter(trained.filter(own))
+        values = advantages(transitions, own, rule, normalise=normalise, trained=trained).filter(trained.filter(own))
     sequences = (merge if merges(settings) else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
     rollouts = returns(loaded.transitions, rule.reward_weights)
