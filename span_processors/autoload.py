@@ -27,7 +27,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from span_processors.context import environment_context, process_attributes
 from span_processors.exits import flush_at_exits
-from span_processors.export import ATTRIBUTE_COUNT_LIMIT, LosslessSpanProcessor, parse_headers, traces_url
+from span_processors.export import LosslessSpanProcessor, parse_headers, traces_url
 from span_processors.langchain_link import link_langchain
 from span_processors.rollout import RolloutSpanProcessor
 from span_processors.websocket_link import link_websockets
@@ -35,9 +35,11 @@ from span_processors.websocket_link import link_websockets
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _CONFIG_FILE = "OTEL_CONFIG_FILE"
 _SPAN_LIMIT = "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
+_ATTRIBUTE_COUNT_LIMIT = 100_000
+"""Attribute limit of a span; OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
 _DEFAULTS = {
-    _SPAN_LIMIT: str(ATTRIBUTE_COUNT_LIMIT),
-    "OTEL_ATTRIBUTE_COUNT_LIMIT": str(ATTRIBUTE_COUNT_LIMIT),
+    _SPAN_LIMIT: str(_ATTRIBUTE_COUNT_LIMIT),
+    "OTEL_ATTRIBUTE_COUNT_LIMIT": str(_ATTRIBUTE_COUNT_LIMIT),
     "OTEL_SPAN_EVENT_COUNT_LIMIT": "10000",
     "OTEL_TRACES_SAMPLER": "always_on",
 }
@@ -134,7 +136,7 @@ def _equip(*, export: bool) -> None:
                 return
             _equipped.add(provider)
         if _SPAN_LIMIT not in os.environ:
-            _logger.warning("set %s=%d: the default of 128 drops long prompts from spans", _SPAN_LIMIT, ATTRIBUTE_COUNT_LIMIT)
+            _logger.warning("set %s=%d: the default of 128 drops long prompts from spans", _SPAN_LIMIT, _ATTRIBUTE_COUNT_LIMIT)
         started_in = environment_context(os.environ)
         context.attach(started_in)
         provider.add_span_processor(RolloutSpanProcessor(process_attributes(started_in)))

@@ -35,8 +35,16 @@ from opentelemetry.util.re import parse_env_headers
 from span_processors.otlp_http import Poster
 from spangrad.semconv import PROCESS_ID, SEQ
 
-ATTRIBUTE_COUNT_LIMIT = 100_000
-"""Attribute limit of a span; OpenTelemetry's default of 128 evicts the oldest attributes first, and with them the token ids."""
+_UNLIMITED = SpanLimits(
+    max_events=SpanLimits.UNSET,
+    max_links=SpanLimits.UNSET,
+    max_span_attributes=SpanLimits.UNSET,
+    max_event_attributes=SpanLimits.UNSET,
+    max_link_attributes=SpanLimits.UNSET,
+    max_attribute_length=SpanLimits.UNSET,
+    max_span_attribute_length=SpanLimits.UNSET,
+)
+"""No limits: OpenTelemetry's defaults, or those in the environment for an agent's own provider, drop what is over them in silence."""
 
 _FIRST_BACKOFF_SECONDS = 0.1
 _LONGEST_BACKOFF_SECONDS = 2.0
@@ -313,7 +321,7 @@ class LosslessSpanProcessor(LosslessQueue[ReadableSpan], SpanProcessor):
 def approximate_bytes(span: ReadableSpan) -> int:
     """Return the approximate size of a span in bytes: its texts and arrays count, its fixed fields are a constant."""
     size = 200 + len(span.name)
-    for attributes in (span.attributes, *(event.attributes for event in span.events)):
+    for attributes in (span.attributes, *(record.attributes for record in (*span.events, *span.links))):
         for key, value in (attributes or {}).items():
             size += len(key) + 8
             if isinstance(value, str | bytes):
@@ -324,7 +332,7 @@ def approximate_bytes(span: ReadableSpan) -> int:
 
 
 def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
-    """Return a provider of the process's own, not the global one, whose spans go to an OTLP/HTTP endpoint and are never sampled out.
+    """Return a provider of the process's own, not the global one, whose spans go whole to an OTLP/HTTP endpoint and are never sampled out.
 
     Args:
         service_name: `service.name` of the spans.
@@ -334,7 +342,7 @@ def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str]
     provider = TracerProvider(
         sampler=ALWAYS_ON,
         resource=Resource.create({SERVICE_NAME: service_name}),
-        span_limits=SpanLimits(max_span_attributes=ATTRIBUTE_COUNT_LIMIT, max_attributes=ATTRIBUTE_COUNT_LIMIT),
+        span_limits=_UNLIMITED,
     )
     provider.add_span_processor(SequenceSpanProcessor())
     provider.add_span_processor(LosslessSpanProcessor(traces_url(endpoint), headers))

@@ -8,7 +8,10 @@ import time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import Link, SpanContext
 
 from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_provider, traces_url
 from spangrad.http.service import bearer
@@ -43,6 +46,26 @@ def test_lossless_span_processor_sends_spans_whole_with_headers() -> None:
         assert [(r["authorization"], r["x-team"], r["content-type"]) for r in sink.requests] == [
             ("Bearer secret", "a b", "application/x-protobuf")
         ]
+
+
+def test_tracer_provider_keeps_all_links_events_and_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("OTEL_SPAN_LINK_COUNT_LIMIT", "OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT"):
+        monkeypatch.setenv(variable, "7")  # an agent's own limits
+    many = {f"key-{number}": "long text" for number in range(200)}
+    links = [Link(SpanContext(1, number, is_remote=True), many) for number in range(1, 513)]
+    ended = InMemorySpanExporter()
+    with OtlpSink() as sink:
+        provider = tracer_provider("unit", sink.url)
+        provider.add_span_processor(SimpleSpanProcessor(ended))
+        with provider.get_tracer("test").start_as_current_span("step", links=links, attributes=many) as step:
+            for _ in range(512):
+                step.add_event("reward", many)
+        provider.shutdown()
+    (span,) = ended.get_finished_spans()
+    assert [link.context.span_id for link in span.links] == list(range(1, 513))
+    assert (len(span.events), span.dropped_links, span.dropped_events, span.dropped_attributes) == (512, 0, 0, 0)
+    for attributes in (span.attributes, span.links[0].attributes, span.events[0].attributes):
+        assert {name: (attributes or {})[name] for name in many} == many
 
 
 def test_lossless_span_processor_skips_unsampled_spans() -> None:
