@@ -20,7 +20,7 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
 
     Raises:
         StoreError: the store failed, or nothing was built with these settings.
-        BuilderError: the rollout has no call with a text, or the file cannot be written.
+        BuilderError: the rollout has no call with a text, or the file cannot be written or holds another line.
     """
     from commands.data.export import dataset_of_settings
     from spangrad.store.clickhouse import connect
@@ -36,11 +36,13 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
             dataset = settings.trainer.dataset or dataset_of_settings(client, settings.store.url, settings, None)
             selection = ExportSelection(dataset, rollouts=(rollout,), reward_weights=weights)
             added = file.with_name(f".{name}.added")
-            done = formats.export(client, settings.store.url, "sft", selection, added, force=True)
-            lines = added.read_text().splitlines(keepends=True)
-            if lines:
-                _replace(file, rollout, lines)
-            added.unlink()
+            try:
+                done = formats.export(client, settings.store.url, "sft", selection, added, force=True)
+                lines = _lines(added)
+                if lines:
+                    _replace(file, rollout, lines)
+            finally:
+                added.unlink(missing_ok=True)
     except OSError as error:
         raise BuilderError(
             f"{file} cannot be written ({error.strerror or error}). Set page.examples to a directory that can be."
@@ -51,13 +53,23 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
     return f"{len(lines)} conversation{'s' * (len(lines) != 1)} of {rollout} in {file}: `spangrad finetune sft {file}` trains on it."
 
 
-def _replace(file: Path, rollout: str, lines: list[str]) -> None:
+def _replace(file: Path, rollout: str, lines: list[bytes]) -> None:
     """Put lines of a rollout into a file, in the place of those that it has of it."""
-    kept = (
-        [line for line in file.read_text().splitlines(keepends=True) if json.loads(line)["meta"]["rollout"] != rollout]
-        if file.exists()
-        else []
-    )
+    kept = list[bytes]()
+    for number, line in enumerate(_lines(file) if file.exists() else (), 1):
+        try:
+            other = json.loads(line)["meta"]["rollout"] != rollout
+        except (ValueError, KeyError, TypeError) as error:
+            raise BuilderError(
+                f"{file}, line {number}, is no conversation of a rollout ({error!r}). Fix the line, or remove it."
+            ) from error
+        if other:
+            kept.append(line)
     whole = file.with_name(f".{file.name}.part")
-    whole.write_text("".join([*kept, *lines]))
+    whole.write_bytes(b"".join([*kept, *lines]))
     whole.replace(file)
+
+
+def _lines(file: Path) -> list[bytes]:
+    """Return the lines of a file with their ends; of a text, splitlines() would cut JSON at U+2028."""
+    return file.read_bytes().splitlines(keepends=True)

@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address that it listens on; it asks for no token")
     parser.add_argument("--port", type=int, default=8193)
     arguments = parser.parse_args()
-    texts = [json.loads(line)["text"] for line in arguments.corpus.read_text().splitlines()]
+    texts = [json.loads(line)["text"] for line in arguments.corpus.read_bytes().splitlines()]  # a text would be cut at U+2028
     embed = embed_words if arguments.embedder == WORDS else encoder(Path(arguments.embedder))
     web.run_app(application(Index(texts, embed)), host=arguments.host, port=arguments.port, print=None)
 

@@ -25,6 +25,8 @@ from trainer.loop import Trainer, newest_version
 from transition_builder.loop import build_once
 
 RUN = "acts"
+REPLY = "sunny\u2028and\u2029very\x85warm"
+"""Reply with characters that end a line of a text, and none of JSON lines."""
 OF_VERSION = {"author": "Ada", "policy": "policy", "branch": "main"}
 
 
@@ -84,7 +86,7 @@ def page(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iter
     root = spans.root("acts-1", calls=1, GroupId="acting")
     spans.evaluation(root, 1.0)
     call = spans.call(spans.client(root, rollout="acts-1"), rollout="acts-1")
-    messages, reply = [{"role": "user", "content": "rome?"}], {"role": "assistant", "content": "sunny"}
+    messages, reply = [{"role": "user", "content": "rome?"}], {"role": "assistant", "content": REPLY}
     spans.spans[-1]["Attributes"] = {
         "spangrad.request.json": json.dumps({"model": "policy", "messages": messages}),
         "spangrad.response.json": json.dumps({"choices": [{"index": 0, "message": reply, "finish_reason": "stop"}]}),
@@ -225,11 +227,16 @@ def test_collect_action_adds_conversations_of_a_rollout_once(page: ActingPage) -
     for _ in range(2):
         status, sentence = page.act(collect)
         assert (status, sentence.startswith("1 conversation of acts-1 in ")) == (200, True), sentence
-    (line,) = (page.examples / "good.jsonl").read_text().splitlines()
-    assert [message["content"] for message in json.loads(line)["messages"]] == ["rome?", "sunny"]
+    (line,) = (page.examples / "good.jsonl").read_bytes().splitlines()
+    assert [message["content"] for message in json.loads(line)["messages"]] == ["rome?", REPLY]
     status, sentence = page.act({**collect, "rollout": "absent"})
     assert (status, "'absent' has no conversation" in sentence) == (500, True)
-    assert len((page.examples / "good.jsonl").read_text().splitlines()) == 1
+    assert len((page.examples / "good.jsonl").read_bytes().splitlines()) == 1
+    with (page.examples / "good.jsonl").open("a") as file:
+        file.write("no JSON\n")
+    status, sentence = page.act(collect)
+    assert (status, "good.jsonl, line 2, is no conversation of a rollout" in sentence) == (500, True)
+    assert sorted(file.name for file in page.examples.iterdir()) == [".good.lock", "good.jsonl"]
 
 
 def test_action_that_cannot_be_written_down_is_not_begun(page: ActingPage, store: StoreSettings) -> None:
