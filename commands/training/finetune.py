@@ -204,7 +204,5 @@ def _show(done: FileRun) -> None:
         print(_committed(version))
     newest = done.versions[-1].version
     print(f"{policy}@{plan.base.version} -> {policy}@{newest}. `spangrad lineage {policy}@{newest}` names what it was trained on.")
-    measured = (version for version in done.versions if "held_out_loss" in version.metrics)
-    best = min(measured, key=lambda version: version.metrics["held_out_loss"], default=None)
-    if best and best.version != newest:
+    if (best := done.best) and best.version != newest:
         print(f"the held-out loss was lowest at version {best.version}: `spangrad policy rollback {policy}@{best.version}` goes back.")

@@ -22,7 +22,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.optimizer_state import steps_since_state
 from trainer.ledger.tables import FILE as LEDGER_FILE
 from trainer.ledger.tables import LedgerVersion, ledger_location
-from trainer.monitor.evaluate import best, versions_with_weights
+from trainer.monitor.evaluate import best, best_of_files, versions_with_weights
 from trainer.publish import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def earlier_checkpoints(ledger: Ledger, version: LedgerVersion, count: int) -> l
 
 
 def prune(ledger: Ledger, settings: Settings) -> None:
-    """Remove the files of old versions, except the head, the best, pinned ones and those that another branch still needs.
+    """Remove the files of old versions, except the head, the best, that of a run over files, pinned ones and those of other branches.
 
     Of a version that is kept without the optimizer's state, the version from which its steps are replayed is kept as well. A ledger that
     fails is logged: the files are removed after the next step.
@@ -182,7 +182,8 @@ def _prune(ledger: Ledger, settings: Settings) -> None:
         head = ledger.frontier()
         versions = [version for version in versions_with_weights(ledger, trainer) if version.status is VersionStatus.COMMITTED]
         newest = ledger.committed_versions()[-trainer.checkpoint.keep :]
-        named = {version.version for version in (head, best(versions, trainer)) if version}
+        chosen = (head, best(versions, trainer), best_of_files(ledger, versions, trainer))
+        named = {version.version for version in chosen if version}
         kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
         bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
         old = [version.version for version in versions if version.version not in kept | bases]

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import VersionStatus
+from trainer.ledger.file_batches import versions_of_newest_run
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.batch_metrics import succeeded, weighted_return
@@ -124,6 +126,16 @@ def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> Ledger
         and Path(version.policy_version.path).is_dir()
     ]
     return max(measured, key=lambda version: (version.metrics[settings.checkpoint.best_metric], version.version), default=None)
+
+
+def best_of_files(ledger: Ledger, versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:
+    """Return the version with the lowest held_out_loss among those of the branch's newest run over files; of equals the newest.
+
+    None: none of them has been measured on held-out rows.
+    """
+    run = versions_of_newest_run(ledger.database, settings.policy, settings.branch, ledger.lineage())
+    measured = [version for version in versions if version.version in run and isfinite(version.metrics.get("held_out_loss", inf))]
+    return min(measured, key=lambda version: (version.metrics["held_out_loss"], -version.version), default=None)
 
 
 def describe_best(version: LedgerVersion, settings: TrainerSettings) -> str:

@@ -32,6 +32,7 @@ from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, open_ledger, prepare, prune, require_beginning
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
+from trainer.monitor.evaluate import best_of_files, versions_with_weights
 from trainer.monitor.watchers import reporters_of
 from trainer.monitor.watching import Clock, CommittedStep, Watchers
 from trainer.publish.lora import model_of
@@ -91,6 +92,8 @@ class FileRun:
     plan: FileTrainPlan
     versions: list[LedgerVersion]
     """Versions that it committed, oldest first; empty: the run had been whole before."""
+    best: LedgerVersion | None
+    """Version of the whole run whose held-out loss is lowest; its files are kept. None: no rows are held out."""
 
 
 class Observer(Protocol):
@@ -179,7 +182,8 @@ class _Run:
             newest = newest_version(ledger)
             if publisher:
                 logger.info("version %d is served (%.2f s)", newest.version, publisher.publish(newest.policy_version))
-            return FileRun(plan, versions)
+            trainer = self.settings.trainer
+            return FileRun(plan, versions, best_of_files(ledger, versions_with_weights(ledger, trainer), trainer))
         finally:
             ledger.close()
             watchers.close()
