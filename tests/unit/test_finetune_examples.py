@@ -102,14 +102,31 @@ def test_read_examples_untrainable_rows_are_counted_by_reason(policy: Path, tmp_
             {"prompt": "say", "completion": ""},
         ],
         "too_long": [tokens(*[3] * 25)],
-        "unknown_token": [tokens(3, 15), tokens(-1, 3), {"input_ids": [3, "4"], "loss_mask": [0, 1]}],
+        "unknown_token": [tokens(3, 15), tokens(-1, 3), *({"input_ids": [3, odd], "loss_mask": [0, 1]} for odd in ("4", 4.0, [4], True))],
         "unknown_columns": [{"text": "weather"}, {"input_ids": [3, 4]}, {"prompt": "say", "chosen": "a", "rejected": "b"}],
-        "unknown_messages": [{"messages": ["say paris"]}, {"messages": [{"from": "human", "value": "say"}]}],
+        "unknown_messages": [
+            {"messages": ["say paris"]},
+            {"messages": [{"from": "human", "value": "say"}]},
+            {"messages": [USER, {**RIGHT, "tool_calls": 3}]},
+        ],
+        "unknown_tools": [
+            {"messages": [USER, RIGHT], "tools": tools} for tools in (["search"], "search", '"search"', {"name": "search"}, 3)
+        ],
+        "unknown_origin": [
+            {**good, "meta": {"rollout": "x", "attempt": attempt}} for attempt in ("first", [1], {"number": 1}, float("inf"))
+        ]
+        + [{**good, "meta": {"rollout": "\ud800"}}, {**good, "RolloutId": "x", "Revision": "last"}],
         "mask_of_other_length": [{"input_ids": [3, 4, 5], "loss_mask": [0, 1]}],
-        "mask_not_0_or_1": [{"input_ids": [3, 4], "loss_mask": [0, 0.5]}],
-        "not_text": [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, RIGHT]}],
+        "mask_not_0_or_1": [{"input_ids": [3, 4], "loss_mask": [0, odd]} for odd in (0.5, [1], "1")],
+        "not_text": [
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, RIGHT]},
+            {"messages": [{"role": "user", "content": "say \ud800"}, RIGHT]},
+            {"messages": [USER, {"role": "assistant", "content": "\udc00 paris"}]},
+            {"prompt": "say \ud800", "completion": "weather"},
+            {"prompt": "say", "completion": "\ud800"},
+        ],
         "mode_not_trained": [{**good, **meta("r", mode=mode)} for mode in ("greedy", "trial")],
-        "other_tokenizer": [{**good, **meta("r", tokenizers=["another"])}, {**good, **meta("r", tokenizers=["tok", "another"])}],
+        "other_tokenizer": [{**good, **meta("r", tokenizers=names)} for names in (["another"], ["tok", "another"], "another", 3)],
     }
     examples = read(policy, write_rows(tmp_path / "rows.jsonl", [good, *(row for rows in bad.values() for row in rows)]))
     assert dict(examples.left_out) == {reason: len(rows) for reason, rows in bad.items()}
@@ -133,13 +150,16 @@ def test_read_examples_invalid_pairs_are_left_out(policy: Path, tmp_path: Path):
 
 
 def test_read_examples_invalid_files_raise(policy: Path, tmp_path: Path):
-    empty, broken, good = tmp_path / "empty.jsonl", tmp_path / "broken.jsonl", write_rows(tmp_path / "good.jsonl", [tokens(3, 4)])
+    empty, broken, deep = (tmp_path / f"{name}.jsonl" for name in ("empty", "broken", "deep"))
+    good = write_rows(tmp_path / "good.jsonl", [tokens(3, 4)])
     empty.touch()
     broken.write_text(json.dumps(tokens(3, 4)) + '\n{"input_ids": [3,\n')
+    deep.write_text('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}")
     faults = {
         r"there is no file .*missing\.jsonl": [tmp_path / "missing.jsonl"],
         r"empty\.jsonl is empty. Write it again": [empty],
         r"broken\.jsonl, line 2, is no JSON .*Fix the file": [broken],
+        r"deep\.jsonl, line 1, is no JSON \(maximum recursion depth exceeded": [deep],
         r"line 1, is no JSON object": [write_rows(tmp_path / "list.jsonl", [[1, 2]])],
         r"copy\.jsonl holds the same as .*good\.jsonl": [good, write_rows(tmp_path / "copy.jsonl", [tokens(3, 4)])],
         r"holds no file named": [policy.parent],
@@ -184,6 +204,34 @@ def test_read_examples_template_that_rewrites_history_gives_sequence_per_reply(p
     pair = {"prompt": [USER], "chosen": [WRONG, USER, RIGHT], "rejected": [RIGHT]}
     with pytest.raises(TrainerError, match="1 reply_not_in_one_sequence"):
         read(model, write_rows(tmp_path / "pairs.jsonl", [pair]), "dpo")
+
+
+def test_read_examples_tools_as_text_of_json_equal_list(tmp_path: Path):
+    model = write_policy(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    offered = [{"type": "function", "function": {"name": "clock"}}]
+    rows = [{"messages": [USER, RIGHT], "tools": tools} for tools in (offered, json.dumps(offered), None, "[]", "")]
+    without = [([4, 7, 11, 5, 9, 11], [0] * 4 + [1] * 2)]
+    with_tools = [([10, *ids], [0, *mask]) for ids, mask in without]
+    assert trained(read(model, write_rows(tmp_path / "rows.jsonl", rows))) == [with_tools] * 2 + [without] * 3
+
+
+def test_read_examples_row_too_deep_for_template_is_left_out(tmp_path: Path):
+    model = write_policy(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(
+        "{% macro schema(it) %}{% if it.each %}{{ schema(it.each) }}{% endif %}{% endmacro %}"
+        "{% for tool in tools or [] %}{{ schema(tool) }}{% endfor %}{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    deep: dict[str, Any] = {}
+    for _ in range(500):
+        deep = {"each": deep}
+    rows = [{"messages": [USER, RIGHT], "tools": [tool]} for tool in (deep, {"each": {}})]
+    examples = read(model, write_rows(tmp_path / "rows.jsonl", rows))
+    assert (len(examples.trained), examples.left_out) == (1, {"nested_too_deep": 1})
 
 
 def test_read_examples_unusable_chat_template_raises_or_leaves_out(policy: Path, tmp_path: Path):

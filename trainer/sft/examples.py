@@ -129,6 +129,9 @@ def read_examples(
             except UnfitRowError as unfit:
                 examples.left_out[str(unfit)] += 1
                 continue
+            except RecursionError:
+                examples.left_out["nested_too_deep"] += 1
+                continue
             (measured if row.is_held_out else remaining).extend(row_examples)
     units = list(dict.fromkeys(example.unit for example in remaining))
     rng = np.random.default_rng(settings.seed)
@@ -175,9 +178,9 @@ def _check(tokens: TokenSequence, limits: LengthLimits) -> None:
         raise UnfitRowError("no_reply")
     if len(tokens.ids) > limits.longest:
         raise UnfitRowError("too_long")
-    if not all(token in range(limits.vocabulary) for token in tokens.ids):  # a file may hold anything: only an int is in a range
+    if not all(type(token) is int and 0 <= token < limits.vocabulary for token in tokens.ids):  # a file may hold anything
         raise UnfitRowError("unknown_token")
-    if not set(tokens.mask) <= {0, 1}:
+    if not all(bit in (0, 1) for bit in tokens.mask):
         raise UnfitRowError("mask_not_0_or_1")
 
 
@@ -265,7 +268,18 @@ def _conversation(messages: Sequence[Message], first: int, tools: Any, renderer:
     if not any(trained):
         raise UnfitRowError("no_reply")
     renderer.require_template()
-    return renderer.conversation(messages, trained, tools if isinstance(tools, list) else None)
+    return renderer.conversation(messages, trained, _tool_list(tools))
+
+
+def _tool_list(tools: Any) -> list[Any]:
+    """Return the tools of a row, which many public data sets hold as a text of JSON."""
+    try:
+        tools = json.loads(tools) if tools and isinstance(tools, str) else tools or []
+    except ValueError as error:
+        raise UnfitRowError("unknown_tools") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UnfitRowError("unknown_tools")
+    return tools
 
 
 def digest_of(examples: Iterable[Example]) -> str:

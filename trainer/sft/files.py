@@ -15,10 +15,13 @@ from typing import Any
 
 from spangrad.errors import TrainerError
 from spangrad.types import Mode
+from trainer.sft.rendering import UnfitRowError
 
 _PARQUET = b"PAR1"
 _ROWS_AT_ONCE = 1000
 _KINDS = (".jsonl", ".parquet")
+_OF_META = ("run", "mode", "group", "rollout", "build_spec"), ("attempt", "revision")
+_OF_TRANSITION = ("RunId", "Mode", "GroupId", "RolloutId", "BuildSpec"), ("Attempt", "Revision")
 _TRAINED_MODES = frozenset({"", Mode.TRAIN.value, Mode.PRODUCTION.value})
 _HELD_OUT_MODES = frozenset({Mode.VALIDATE.value, Mode.PROBE.value})
 
@@ -64,17 +67,22 @@ class FileRow:
 
     @property
     def origins(self) -> tuple[RolloutOrigin, ...]:
-        """Return the rollouts that it came from, as spangrad's exports name them; empty: the row is from another program."""
+        """Return the rollouts that it came from, as spangrad's exports name them; empty: the row is from another program.
+
+        Raises:
+            UnfitRowError: it names a rollout in another form.
+        """
         if "RolloutId" in self.values:
-            return (_of_transition(self.values),)
-        return tuple(_of_meta(meta) for meta in _metas(self.values) if meta.get("rollout"))
+            return (_origin(self.values, _OF_TRANSITION),)
+        return tuple(_origin(meta, _OF_META) for meta in _metas(self.values) if meta.get("rollout"))
 
     @property
     def tokenizers(self) -> frozenset[str]:
         """Return the hashes of the tokenizers of its token ids; empty: it names none."""
         if "TokenizerHash" in self.values:
             return frozenset({str(self.values["TokenizerHash"])})
-        return frozenset(str(name) for meta in _metas(self.values) for name in meta.get("tokenizers") or ())
+        named = [meta.get("tokenizers") or [] for meta in _metas(self.values)]
+        return frozenset(str(name) for names in named for name in (names if isinstance(names, list) else [names]))
 
     @property
     def unit(self) -> str:
@@ -133,7 +141,7 @@ def _json_lines(source: ExampleFile) -> Iterator[FileRow]:
                 continue
             try:
                 values = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise TrainerError(f"{source.path}, line {number}, is no JSON ({error}). Fix the file, or write it again.") from None
             if not isinstance(values, dict):
                 raise TrainerError(f"{source.path}, line {number}, is no JSON object. A line holds one row: {{...}}.")
@@ -186,11 +194,16 @@ def _metas(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [item for item in (both if any(both) else [meta]) if isinstance(item, dict)]
 
 
-def _of_meta(meta: Mapping[str, Any]) -> RolloutOrigin:
-    run, mode, group, rollout, spec = (str(meta.get(name) or "") for name in ("run", "mode", "group", "rollout", "build_spec"))
-    return RolloutOrigin(run, mode, group, rollout, int(meta.get("attempt") or 0), spec, int(meta.get("revision") or 0))
+def _origin(values: Mapping[str, Any], names: tuple[Sequence[str], Sequence[str]]) -> RolloutOrigin:
+    """Return the attempt that some values name, given the names of its texts and numbers.
 
-
-def _of_transition(values: Mapping[str, Any]) -> RolloutOrigin:
-    run, mode, group, rollout, spec = (str(values.get(name) or "") for name in ("RunId", "Mode", "GroupId", "RolloutId", "BuildSpec"))
-    return RolloutOrigin(run, mode, group, rollout, int(values.get("Attempt") or 0), spec, int(values.get("Revision") or 0))
+    Raises:
+        UnfitRowError: a text cannot be written down, or a number is none.
+    """
+    run, mode, group, rollout, spec = texts = [str(values.get(name) or "") for name in names[0]]
+    try:
+        "".join(texts).encode()
+        attempt, revision = (int(values.get(name) or 0) for name in names[1])
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UnfitRowError("unknown_origin") from error
+    return RolloutOrigin(run, mode, group, rollout, attempt, spec, revision)

@@ -84,7 +84,7 @@ class Renderer:
     def completion(self, prompt: str, reply: str) -> TokenSequence:
         """Return a prompt with its completion, as in /v1/completions; the end-of-sequence token is trained."""
         tokens = TokenSequence()
-        tokens.extend(self._tokenizer(prompt)["input_ids"], 0)
+        tokens.extend(self._ids(prompt, special=True), 0)
         end = self._tokenizer.eos_token_id
         tokens.extend([*self._ids(reply), *([] if end is None else [end])], 1)
         return tokens
@@ -96,8 +96,12 @@ class Renderer:
         tokens.extend(ids[:length], 1)
         tokens.extend(ids[length:], 0)
 
-    def _ids(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+    def _ids(self, text: str, *, special: bool = False) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can write and no tokenizer reads
+            raise UnfitRowError("not_text") from error
+        return self._tokenizer(text, add_special_tokens=special)["input_ids"] if text or special else []
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, generation: bool) -> str:
         from jinja2 import TemplateError
@@ -106,7 +110,7 @@ class Renderer:
             return self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=generation
             )
-        except (TemplateError, KeyError, TypeError, AttributeError, IndexError) as error:  # any error of a template with odd messages
+        except (TemplateError, LookupError, TypeError, AttributeError, ValueError) as error:  # any error of a template with odd messages
             raise UnfitRowError("refused_by_chat_template") from error
 
     @cached_property
@@ -141,8 +145,10 @@ def _plain(message: Message) -> dict[str, Any]:
     """Return a message as vLLM passes it to templates: text in one piece, arguments of tool calls as objects, no weight."""
     plain = {name: value for name, value in message.items() if name != "weight"}
     plain["content"] = _text_of(message.get("content"))
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_parsed(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise UnfitRowError("unknown_messages")
+        plain["tool_calls"] = [_parsed(call) for call in calls]
     return plain
 
 
