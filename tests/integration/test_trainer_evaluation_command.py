@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from spangrad.processes import process_start, wait_until
 from spangrad.settings.trainer_service import EvaluationSettings
 from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
+from trainer.monitor import evaluation_command
 from trainer.monitor.evaluation_command import EvaluationCommand
 
 AWAITING = """
@@ -98,6 +101,54 @@ def test_evaluation_command_closed_ends_its_run_and_starts_no_other(tmp_path: Pa
     evaluation.start(3)
     assert not evaluation.wait()
     assert not caplog.messages
+
+
+OF_SHELL = """
+import os, pathlib, signal, sys, time
+directory, mode = pathlib.Path(sys.argv[1]), sys.argv[2]
+def end(*_):
+    (directory / "asked").touch()
+    if mode == "polite":
+        raise SystemExit
+signal.signal(signal.SIGTERM, end)
+(directory / "pid.part").write_text(str(os.getpid()))
+(directory / "pid.part").rename(directory / "pid")
+while True:
+    time.sleep(1)
+"""
+"""Program that writes down its id, and that it was asked to end."""
+
+
+def pid_in(directory: Path) -> int:
+    """Return the id that OF_SHELL wrote down, and forget it."""
+    wait_until(lambda: (directory / "pid").exists(), 60, "the evaluation")
+    return int((directory / "pid").rename(directory / "known").read_text())
+
+
+@pytest.mark.parametrize("mode", ["polite", "stubborn"])
+def test_evaluation_command_of_shell_ends_with_its_programs(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation_command, "_KILL_SECONDS", 20.0 if mode == "polite" else 0.5)
+    command = ("sh", "-c", '"$@"; exit', "sh", sys.executable, "-c", OF_SHELL, str(tmp_path), mode)
+    evaluation = EvaluationCommand(EvaluationSettings(every=1, command=command))
+    evaluation.start(1)
+    pid = pid_in(tmp_path)
+    evaluation.close()
+    assert (tmp_path / "asked").exists()
+    wait_until(lambda: not process_start(pid), 10, "the end of the evaluation")
+
+
+def test_evaluation_command_ends_when_the_trainer_is_killed(tmp_path: Path) -> None:
+    trainer = f"""
+import time
+from spangrad.settings.trainer_service import EvaluationSettings
+from trainer.monitor.evaluation_command import EvaluationCommand
+EvaluationCommand(EvaluationSettings(every=1, command={(sys.executable, "-c", OF_SHELL, str(tmp_path), "polite")!r})).start(1)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer]) as process:
+        pid = pid_in(tmp_path)
+        process.kill()
+    wait_until(lambda: not process_start(pid), 10, "the end of the evaluation")
 
 
 def test_trainer_beside_evaluation_command_makes_all_steps_and_waits_at_end(tmp_path: Path) -> None:

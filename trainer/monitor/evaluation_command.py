@@ -7,9 +7,12 @@ and the version's metrics say how it ended.
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 
 from spangrad.processes import die_with_parent
 from spangrad.settings.trainer_service import EvaluationSettings
@@ -105,7 +108,7 @@ class EvaluationCommand:
         limit = self._settings.timeout_seconds
         try:
             # The thread lives as long as the process: its death would end it.
-            process = subprocess.Popen(self._settings.command, preexec_fn=die_with_parent)
+            process = subprocess.Popen(self._settings.command, start_new_session=True, preexec_fn=die_with_parent)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             logger.warning("trainer.evaluation.command cannot be started (%s): version %d is not evaluated", error, version)
             return True
@@ -129,10 +132,13 @@ class EvaluationCommand:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process; kill it where it does not end in time."""
-    process.terminate()
-    try:
-        process.wait(_KILL_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Terminate a command with its group, such as the program of a shell; kill what does not end in time."""
+    end = time.monotonic() + _KILL_SECONDS
+    with suppress(ProcessLookupError):  # once nothing is left of the group
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < end:
+            process.poll()  # a leader that has ended stays in its group until then
+            os.killpg(process.pid, 0)
+            time.sleep(_SLICE_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
