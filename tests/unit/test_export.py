@@ -16,9 +16,7 @@ from spangrad.errors import BuilderError
 from transition_builder.dialects.messages import Dialogue, UnreadableError, dialogue
 from transition_builder.dialects.texts import NoTextError, RedactedError, SpanText, read
 from transition_builder.export.conversations import of_messages, of_tokens
-from transition_builder.export.files import made_whole
 from transition_builder.export.tally import ExportTally, LeftOut
-from transition_builder.export.writers.columns import fitting_tools
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -345,32 +343,6 @@ def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[in
             prompt, reply, _ = texts[at]
             assert conversation.messages[: len(prompt) + 1] == [*prompt, reply]
             assert conversation.trained[len(prompt)]
-
-
-def test_fitting_tools_keeps_unchanged_columns_only() -> None:
-    first, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
-    clashing = json.dumps([{"name": "c", "p": "text"}])
-    assert fitting_tools({first: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
-    assert fitting_tools({"": 5}) == ({""}, None)
-
-
-def test_made_whole_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def half(directory: bool, error: type[BaseException]) -> None:
-        with made_whole(tmp_path / "a" / "out", force=False, directory=directory) as path:
-            (path / "x" if directory else path).write_text("half")
-            raise error
-
-    with pytest.raises(KeyboardInterrupt):
-        half(False, KeyboardInterrupt)
-    with pytest.raises(RuntimeError):
-        half(True, RuntimeError)
-    assert list((tmp_path / "a").iterdir()) == []
-    (tmp_path / "file").touch()
-    with (
-        pytest.raises(BuilderError, match=r"out cannot be written \(.*\)\. Name another place with --out\."),
-        made_whole(tmp_path / "file" / "out", force=False, directory=False),
-    ):
-        pass
 
 
 def test_export_tally_check_with_missing_calls_raises() -> None:

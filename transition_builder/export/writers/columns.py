@@ -97,13 +97,20 @@ def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
         counts: number of rows with each list, which is written as JSON; empty: none.
     """
     fitting, chosen, column_type = {""}, list[Any](), None
+    examples = list[Any]()
+    """Lists whose type together is the column's: one more is compared with them, not with all that were chosen."""
     for written in sorted(filter(None, counts), key=lambda written: (-counts[written], written)):
-        tried = [*chosen, json.loads(written)]
+        tools = json.loads(written)
         try:
-            array = pa.array(tried)
-        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            tried_type = pa.infer_type([*examples, tools])
+            changed = [tools] if tried_type == column_type else [*chosen, tools]
+            if pa.array(changed, tried_type).to_pylist() != changed:
+                continue
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # the last: an integer of more than 64 bits
             continue
-        if array.to_pylist() == tried:
-            chosen, column_type = tried, array.type
-            fitting.add(written)
+        if tried_type != column_type:
+            examples.append(tools)
+            column_type = tried_type
+        chosen.append(tools)
+        fitting.add(written)
     return fitting, column_type

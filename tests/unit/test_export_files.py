@@ -1,0 +1,60 @@
+"""Files and directories of exports, which replace no others, and tools that share a column of Parquet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from spangrad.errors import BuilderError
+from transition_builder.export.files import made_whole
+from transition_builder.export.writers.columns import fitting_tools
+
+
+def test_fitting_tools_keeps_unchanged_columns_only() -> None:
+    first, other = json.dumps([{"name": "a", "p": {"x": "string"}}]), json.dumps([{"name": "b", "p": {"y": "string"}}])
+    clashing = json.dumps([{"name": "c", "p": "text"}])
+    assert fitting_tools({first: 1, other: 2, clashing: 1, "": 5})[0] == {"", other}
+    assert fitting_tools({"": 5}) == ({""}, None)
+
+
+def test_fitting_tools_converts_each_list_once_where_types_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, converted = pa.array, list[int]()
+
+    def counted(values: list[Any], *arguments: Any) -> Any:
+        converted.append(len(values))
+        return array(values, *arguments)
+
+    monkeypatch.setattr(pa, "array", counted)
+    lists = {json.dumps([{"name": f"tool-{number}", "p": {"x": number % 3 or None}}]): 1 for number in range(400)}
+    assert fitting_tools(lists)[0] == {"", *lists}
+    assert sum(converted) < 2 * len(lists)
+
+
+def test_fitting_tools_list_that_changes_an_earlier_one_does_not_fit() -> None:
+    precise, double, huge, empty = (json.dumps([{"x": value}]) for value in (2**53 + 1, 1.5, 2**70, None))
+    fitting, column_type = fitting_tools({empty: 9, precise: 8, huge: 7, double: 6})
+    assert (fitting, column_type) == ({"", empty, precise}, pa.list_(pa.struct([("x", pa.int64())])))
+    assert fitting_tools({double: 2, precise: 1})[0] == {"", double}
+
+
+def test_made_whole_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def half(directory: bool, error: type[BaseException]) -> None:
+        with made_whole(tmp_path / "a" / "out", force=False, directory=directory) as path:
+            (path / "x" if directory else path).write_text("half")
+            raise error
+
+    with pytest.raises(KeyboardInterrupt):
+        half(False, KeyboardInterrupt)
+    with pytest.raises(RuntimeError):
+        half(True, RuntimeError)
+    assert list((tmp_path / "a").iterdir()) == []
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(BuilderError, match=r"out cannot be written \(.*\)\. Name another place with --out\."),
+        made_whole(tmp_path / "file" / "out", force=False, directory=False),
+    ):
+        pass
