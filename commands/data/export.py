@@ -77,7 +77,7 @@ def export(
         min_return: export only rollouts whose weighted rewards sum up to at least this.
         min_margin: largest difference of two returns that still counts as a tie; for preferences only.
         dropped: export also calls that were dropped for this reason, for example no_token_ids; for text formats only. Can be repeated.
-        force: overwrite the file or directory at --out.
+        force: replace the file at --out; for huggingface the directory, if it is empty or an export.
     """
     settings = resolve(config, set_)
     log_to_stderr()

@@ -584,10 +584,14 @@ def test_export_existing_output_is_kept_unless_forced(store: StoreSettings, tmp_
         write(world, "parquet", tmp_path / "out.parquet", dataset="ex-force@9", force=True)
     assert ((tmp_path / "out.parquet").read_text(), [path.name for path in tmp_path.iterdir()]) == ("mine", ["out.parquet"])
     write(world, "huggingface", tmp_path / "hf")
-    (tmp_path / "hf" / "old").touch()
+    (tmp_path / "hf" / "notes").touch()
+    with pytest.raises(BuilderError, match=r"hf holds files that no export wrote\."):
+        write(world, "huggingface", tmp_path / "hf", force=True)
+    (tmp_path / "hf" / "notes").rename(tmp_path / "hf" / "data" / "old.parquet")
     write(world, "huggingface", tmp_path / "hf", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out.parquet"]
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["README.md", "data"]
+    assert [path.name for path in (tmp_path / "hf" / "data").iterdir()] == ["train-00000.parquet"]
 
 
 def test_export_with_missing_rows_raises(store: StoreSettings, tmp_path: Path) -> None:

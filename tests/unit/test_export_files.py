@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from spangrad.errors import BuilderError
-from transition_builder.export.files import made_whole
+from transition_builder.export.files import CARD_MARK, made_whole
 from transition_builder.export.writers.columns import fitting_tools
 
 
@@ -39,6 +39,51 @@ def test_fitting_tools_list_that_changes_an_earlier_one_does_not_fit() -> None:
     fitting, column_type = fitting_tools({empty: 9, precise: 8, huge: 7, double: 6})
     assert (fitting, column_type) == ({"", empty, precise}, pa.list_(pa.struct([("x", pa.int64())])))
     assert fitting_tools({double: 2, precise: 1})[0] == {"", double}
+
+
+def write_to(out: Path, *, directory: bool, text: str = "new") -> None:
+    """Write an export to a place with --force."""
+    with made_whole(out, force=True, directory=directory) as path:
+        if directory:
+            (path / "data").mkdir()
+            (path / "data" / f"{text}.parquet").touch()
+            path /= "README.md"
+        path.write_text(f"{CARD_MARK}: {text}")
+
+
+def test_made_whole_with_force_replaces_files_and_exports(tmp_path: Path) -> None:
+    file, export, link = tmp_path / "file", tmp_path / "export", tmp_path / "link"
+    export.mkdir()
+    link.symlink_to(export)
+    for text in ("first", "second"):
+        write_to(file, directory=False, text=text)
+        write_to(link, directory=True, text=text)
+    assert file.read_text() == (link / "README.md").read_text() == f"{CARD_MARK}: second"
+    assert (link.is_symlink(), [shard.name for shard in (export / "data").iterdir()]) == (True, ["second.parquet"])
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "export", "link"}
+
+
+def test_made_whole_with_force_replaces_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, own, more, file = (tmp_path / name for name in ("runs", "own", "more", "file"))
+    for directory in (runs, own, more):
+        directory.mkdir()
+    (runs / "ledger.sqlite").touch()
+    write_to(own / "export", directory=True)
+    (own / "export" / "README.md").write_text("my own data")
+    write_to(more / "export", directory=True)
+    (more / "export" / "data" / "notes.txt").touch()
+    file.touch()
+    monkeypatch.chdir(runs)
+    before = sorted(tmp_path.rglob("*"))
+    for out in (runs, Path(), Path("..")):
+        with pytest.raises(BuilderError, match=r"is no file, as this format writes\. Name another place"):
+            write_to(out, directory=False)
+    for out in (runs, Path(), own / "export", more / "export"):
+        with pytest.raises(BuilderError, match=r"holds files that no export wrote\. Name another place"):
+            write_to(out, directory=True)
+    with pytest.raises(BuilderError, match=r"file is no directory, as this format writes\."):
+        write_to(file, directory=True)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_made_whole_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ import msgspec
 
 from spangrad.errors import BuilderError
 
+CARD_MARK = "written by spangrad"
+"""Text in the card of each directory that an export writes."""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -24,21 +27,22 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
     """Yield a temporary path beside `out`, which is renamed to `out` at the end.
 
     Args:
-        out: the final path.
-        force: replace an existing file or directory.
+        out: the final path; of a symbolic link, its target is replaced.
+        force: replace an existing file; or a directory, if it is empty or an export.
         directory: make a directory; else a file, which the caller makes.
 
     Raises:
-        BuilderError: something exists at `out`, or the disk refuses.
+        BuilderError: something exists at `out` that is not to be replaced, or the disk refuses.
     """
-    _refuse(out, force)
+    _refuse(out, force=force, directory=directory)
+    out = out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         if directory:
             temporary.mkdir()
         yield temporary
-        _refuse(out, force)
+        _refuse(out, force=force, directory=directory)
         if out.is_dir():
             old = out.with_name(f".{out.name}.{os.getpid()}.old")
             out.rename(old)
@@ -56,9 +60,26 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
                 temporary.unlink()
 
 
-def _refuse(out: Path, force: bool) -> None:
+def _refuse(out: Path, *, force: bool, directory: bool) -> None:
+    """Raise if something exists at `out` that is not to be replaced: whatever is there may be all that is left of a user's work."""
     if not force and (out.exists() or out.is_symlink()):
         raise BuilderError(f"{out} exists. Name another place with --out, or pass --force to replace it.")
+    if out.exists() and not (out.is_dir() if directory else out.is_file()):
+        raise BuilderError(f"{out} is no {'directory' if directory else 'file'}, as this format writes. Name another place with --out.")
+    if out.is_dir() and not _is_replaceable(out):
+        raise BuilderError(f"{out} holds files that no export wrote. Name another place with --out, or remove it.")
+
+
+def _is_replaceable(directory: Path) -> bool:
+    """Return whether a directory is empty, or an export with its card and shards and nothing else."""
+    try:
+        entries = {entry.name for entry in directory.iterdir()}
+        if entries != {"README.md", "data"}:
+            return not entries
+        is_ours = CARD_MARK.encode() in (directory / "README.md").read_bytes()
+        return is_ours and all(shard.suffix == ".parquet" for shard in (directory / "data").iterdir())
+    except OSError:
+        return False
 
 
 class JsonLines:

@@ -85,12 +85,12 @@ def export(
         name: of the format.
         request: the rollouts and calls to export.
         out: the file, or for huggingface the directory.
-        force: replace an existing file or directory.
+        force: replace an existing file; or a directory, if it is empty or an export.
         min_margin: of `preferences`: returns that differ by no more are a tie.
         progress: called with the number of rollouts done and of all.
 
     Raises:
-        BuilderError: something exists at `out`, or the format does not take the requested calls.
+        BuilderError: something exists at `out` that is not to be replaced, or the format does not take the requested calls.
         StoreError: the store failed, or has no such dataset.
     """
     require_place(name, request.dropped)

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from transition_builder.export.files import CARD_MARK
 from transition_builder.export.reading import ExportReader
 from transition_builder.export.writers.parquet import SCHEMA, metadata, tables
 
@@ -77,7 +78,7 @@ def card(reader: ExportReader, rows: Counter[str]) -> str:
     body = [
         f"# {facts['spangrad.dataset']}",
         "",
-        "Transitions of language model calls, written by spangrad: a row a call, with the token ids that the engine read and sampled.",
+        f"Transitions of language model calls, {CARD_MARK}: a row a call, with the token ids that the engine read and sampled.",
         "",
         f"- build specification: `{facts['spangrad.build_spec']}`",
         *([f"- as of: {facts['spangrad.as_of']}"] if facts["spangrad.as_of"] else []),
