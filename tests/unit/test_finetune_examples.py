@@ -266,6 +266,15 @@ def test_renderer_tool_calls_reach_template_as_in_vllm(tmp_path: Path):
         Renderer(model).conversation([{"role": "user", "content": 3}], [True], None)
 
 
+def test_read_examples_rollout_without_group_is_held_out_as_a_whole(policy: Path, tmp_path: Path):
+    rows = [tokens(3 + turn, 4, **meta(f"r{number}", "")) for number in range(4) for turn in range(5)]
+    rows += [tokens(3, 4, RunId="run", RolloutId=f"r{number}") for number in range(4)]
+    examples = read(policy, write_rows(tmp_path / "rows.jsonl", rows), settings=FinetuneSettings(held_out=0.5))
+    rollouts = [{origin.rollout_id for example in side for origin in example.origins} for side in (examples.trained, examples.held_out)]
+    assert (list(map(len, rollouts)), rollouts[0] & rollouts[1]) == ([2, 2], set())
+    assert (len(examples.trained), len(examples.held_out)) == (12, 12)
+
+
 @given(
     groups=st.lists(st.integers(0, 8), min_size=2, max_size=30),
     modes=st.lists(st.sampled_from(["train", "validate", "production", "probe"]), min_size=30, max_size=30),

@@ -86,9 +86,9 @@ class FileRow:
 
     @property
     def unit(self) -> str:
-        """Return the unit that is trained or held out as a whole: the group of rollouts, else the row."""
-        groups = sorted({f"{origin.run_id}/{origin.group_id}" for origin in self.origins if origin.group_id})
-        return "|".join(groups) or f"{self.source.checksum}:{self.number}"
+        """Return the unit that is trained or held out as a whole: the group of rollouts, else the rollout, else the row."""
+        names = {(origin.run_id, origin.group_id or origin.rollout_id) for origin in self.origins}
+        return "|".join(sorted(f"{run}/{name}" for run, name in names if name)) or f"{self.source.checksum}:{self.number}"
 
     @property
     def is_held_out(self) -> bool:
