@@ -48,6 +48,7 @@ class Child:
         inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name = name
         self.log = log
+        self._asked = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -78,9 +79,16 @@ class Child:
         """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
+    def ask_to_end(self) -> None:
+        """Send SIGTERM, once: a second one would cut the end of some programs short."""
+        if not self._asked:
+            self._asked = True
+            self.process.terminate()
+
     def stop(self, grace_seconds: float = 15) -> None:
         """Ask the process to end, then make its whole group end; idempotent."""
-        stop_group(self.process, grace_seconds)
+        self.ask_to_end()
+        _end_group(self.process, grace_seconds)
 
 
 def own_command(*arguments: str) -> list[str]:
@@ -106,12 +114,16 @@ def end_by_interrupt() -> None:
 
 def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """Send SIGTERM to the leader, so that it may end its own children in order; then SIGKILL to the rest of the group."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(grace_seconds)
-        except subprocess.TimeoutExpired:
-            pass
+    process.terminate()
+    _end_group(process, grace_seconds)
+
+
+def _end_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+    """Wait until the leader has ended by itself, then send SIGKILL to what is left of its group."""
+    try:
+        process.wait(grace_seconds)
+    except subprocess.TimeoutExpired:
+        pass
     kill_group(process.pid)
     process.wait()
 

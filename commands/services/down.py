@@ -8,18 +8,25 @@ import signal
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import SpangradError
 
-_SECONDS = 120
+_SECONDS = 60.0
+"""Time beyond the graces of all services, in seconds."""
 
 
 def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """Stop the services that `spangrad up` started in this directory, the last started first."""
+    """Stop the services that `spangrad up` started in this directory, the last started first.
+
+    Workers let attempts in progress continue for up to runner.drain_seconds, all at the same time, before the services that they call end.
+    """
     from spangrad.processes import wait_until
-    from spangrad.supervisor.run_directory import owner_of
+    from spangrad.supervisor.run_directory import owner_of, status_of
+    from spangrad.supervisor.service import stop_seconds
 
     directory = resolve(config, set_).up.directory
     owner = owner_of(directory)
     if owner is None:
         raise SpangradError(f"no `spangrad up` runs in {directory}. Call this where it was started, or name its file with --config.")
+    services = (status_of(directory) or {"services": []})["services"]
+    seconds = stop_seconds((service["name"], service["grace_seconds"]) for service in services) + _SECONDS
     os.kill(owner, signal.SIGTERM)
-    wait_until(lambda: owner_of(directory) is None, _SECONDS, f"the end of process {owner}")
+    wait_until(lambda: owner_of(directory) is None, seconds, f"the end of process {owner}")
     print("every service has ended")

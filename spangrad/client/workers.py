@@ -6,7 +6,6 @@ client's thread; one that cannot start is an error with the end of its log, one 
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
@@ -19,11 +18,10 @@ from typing import Self
 from spangrad.client.task_store import STORED
 from spangrad.errors import AgentError
 from spangrad.processes import Child, own_command
+from spangrad.settings.runner import END_SECONDS
 
 _START_SECONDS = 20.0
 """Time in seconds before which a worker that ends counts as unable to start: its log is shown, and it is not restarted."""
-_END_SECONDS = 30.0
-"""Time after the drain for hosts and spans, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,8 @@ class WorkerProcesses:
     def _end(self) -> None:
         """Ask the workers to end, and wait for it."""
         for child, _ in self._children.values():
-            if child.running:
-                child.process.send_signal(signal.SIGTERM)
-        end = time.monotonic() + self._drain + _END_SECONDS
+            child.ask_to_end()
+        end = time.monotonic() + self._drain + END_SECONDS
         for child, _ in self._children.values():
             try:
                 child.process.wait(max(0.0, end - time.monotonic()))

@@ -10,6 +10,9 @@ from pydantic import Field, SecretStr
 from spangrad.settings.section import Section
 from spangrad.types import POLICY_FAILURES, AttemptFailure, SandboxRung
 
+END_SECONDS = 30.0
+"""Time that a worker has for hosts and spans once its attempts are done or given back, in seconds."""
+
 FailureReward = Annotated[float | None, Field(allow_inf_nan=False)]
 
 

@@ -48,7 +48,11 @@ class ServiceProcess(Protocol):
         """Return the end of the log that it has written since its start."""
         ...
 
-    def stop(self, grace_seconds: float = 15) -> None:
+    def ask_to_end(self) -> None:
+        """Ask it to end, without waiting; idempotent."""
+        ...
+
+    def stop(self, grace_seconds: float) -> None:
         """Ask it to end, then end it and its children; idempotent."""
         ...
 
@@ -86,7 +90,11 @@ class LocalProcess:
             log.seek(max(self._log_start, size - _LOG_BYTES))
             return log.read().decode(errors="replace")
 
-    def stop(self, grace_seconds: float = 15) -> None:
+    def ask_to_end(self) -> None:
+        """Ask it to end, without waiting; idempotent."""
+        self._child.ask_to_end()
+
+    def stop(self, grace_seconds: float) -> None:
         """Ask it to end, then end it and its children; idempotent."""
         self._child.stop(grace_seconds)
 

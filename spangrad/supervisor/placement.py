@@ -16,7 +16,7 @@ from spangrad.http.service import in_url
 from spangrad.probing.parallel import parallel_sizes
 from spangrad.processes import LOOPBACK
 from spangrad.settings import Settings
-from spangrad.supervisor.service import ServiceSpec
+from spangrad.supervisor.service import ServiceSpec, kind_of
 
 NODE = "{node}"
 """Text in a service's command, environment and URL in whose place the address of its node is put."""
@@ -101,7 +101,7 @@ def require_tokens(settings: Settings, services: Sequence[ServiceSpec]) -> None:
         SettingsError: with all tokens that are missing.
     """
     store, queue, gateway, engine = settings.store, settings.queue, settings.gateway, settings.engine
-    started = {_kind(service.name) for service in services}
+    started = {kind_of(service.name) for service in services}
     tokens = {
         "store": (store.host, store.token),
         "queue": (queue.host, queue.token),
@@ -142,9 +142,9 @@ def placement(settings: Settings, services: Sequence[ServiceSpec], *, gpus: bool
         groups.append(BundleGroup((trainer,)))
     size = parallel_sizes(settings.engine.extra_args).workers
     engine = (1, size) if gpus else (size, 0)
-    groups += [BundleGroup((Bundle(name, *engine),)) for name in names if _kind(name) == "engine"]
+    groups += [BundleGroup((Bundle(name, *engine),)) for name in names if kind_of(name) == "engine"]
     groups += [BundleGroup((Bundle(name),)) for name in names if name == "build"]
-    agents = tuple(Bundle(name) for name in names if _kind(name) in {"worker", "run"})
+    agents = tuple(Bundle(name) for name in names if kind_of(name) in {"worker", "run"})
     return (*groups, *([BundleGroup(agents, "SPREAD")] if agents else []))
 
 
@@ -183,7 +183,7 @@ def lack_text(missing: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 def shared_paths(settings: Settings, groups: Sequence[BundleGroup]) -> list[str]:
     """Return the settings whose paths services on several nodes read or write, and which must be the same disk on all of them."""
-    away = {_kind(bundle.service) for group in groups if not group.home for bundle in group.bundles}
+    away = {kind_of(bundle.service) for group in groups if not group.home for bundle in group.bundles}
     paths = {
         "engine.model": settings.engine.model if "engine" in away else None,
         "trainer.model": settings.trainer.model if {"train", RANKS} & away else None,
@@ -192,10 +192,6 @@ def shared_paths(settings: Settings, groups: Sequence[BundleGroup]) -> list[str]
         else None,
     }
     return [f"{key} = {path}" for key, path in paths.items() if path]
-
-
-def _kind(name: str) -> str:
-    return name.partition("-")[0]
 
 
 def _is_loopback(url: str) -> bool:

@@ -69,6 +69,10 @@ class ServiceActor:
         """Return the end of the log that it has written since its start."""
         return self._process.log_end()
 
+    def ask_to_end(self) -> None:
+        """Ask it to end, without waiting."""
+        self._process.ask_to_end()
+
     def stop(self, grace_seconds: float) -> None:
         """Ask it to end, then end it and its children."""
         self._process.stop(grace_seconds)
@@ -134,7 +138,12 @@ class RayProcess:
         except RayError as error:
             return str(error)
 
-    def stop(self, grace_seconds: float = 15) -> None:
+    def ask_to_end(self) -> None:
+        """Ask it to end, without waiting; idempotent."""
+        if self.pid is not None and not self._failure:
+            self._actor.ask_to_end.remote()
+
+    def stop(self, grace_seconds: float) -> None:
         """Ask it to end, then end it and its children; idempotent."""
         import ray
         from ray.exceptions import RayError

@@ -24,8 +24,8 @@ from spangrad.processes import lock_alone
 LOCK = ".spangrad-run"
 """Name of the file that marks a directory as a run's; its owner holds a lock on it and has written its process id into it."""
 STATUS = "status.json"
-PREDECESSOR_SECONDS = 30.0
-"""Time that services of an owner that was killed have to end, in seconds."""
+PREDECESSOR_SECONDS = 15.0
+"""Time beyond the longest grace of the services of an owner that was killed, in seconds, in which they must have ended."""
 _POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
@@ -72,21 +72,21 @@ class RunDirectory:
         Raises:
             SpangradError: one has not ended in time.
         """
-        running = {service["holder"]: service["name"] for service in _status(self.path).get("services", ()) if service.get("holder")}
+        running = [service for service in _status(self.path)["services"] if service.get("holder")]
         (self.path / STATUS).unlink(missing_ok=True)
-        end = time.monotonic() + PREDECESSOR_SECONDS
+        seconds = PREDECESSOR_SECONDS + max((service["grace_seconds"] for service in running), default=0.0)
+        end = time.monotonic() + seconds
         logged = False
-        while running := {holder: name for holder, name in running.items() if not is_dead(holder)}:
-            names = ", ".join(f"{name} ({shown(holder)})" for holder, name in running.items())
+        while running := [service for service in running if not is_dead(service["holder"])]:
+            names = ", ".join(f"{service['name']} ({shown(service['holder'])})" for service in running)
             if not logged:
                 logger.warning("waiting for services of an earlier run in %s, which was killed: %s", self.path, names)
                 logged = True
             if time.monotonic() > end:
-                services = [{"name": name, "holder": holder} for holder, name in running.items()]
                 self.__exit__(None, None, None)
-                (self.path / STATUS).write_text(json.dumps({"services": services}))
+                (self.path / STATUS).write_text(json.dumps({"services": running}))
                 raise SpangradError(
-                    f"services of an earlier run in {self.path}, which was killed, have not ended after {PREDECESSOR_SECONDS:g} s: {names}."
+                    f"services of an earlier run in {self.path}, which was killed, have not ended after {seconds:g} s: {names}."
                     " Stop these processes with `kill`, or name another directory."
                 )
             time.sleep(_POLL_SECONDS)

@@ -6,7 +6,7 @@ In: exit codes and times. Out: states, delays and verdicts. Invariant: pure; no 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,8 @@ class ServiceSpec:
     """Variables added to the environment."""
     ends: bool = False
     """True for a command that ends by itself: services that need it are started once it is done."""
+    grace_seconds: float = 15.0
+    """Time that it has to end once it is asked to, in seconds; then it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,39 @@ def start_order(services: tuple[ServiceSpec, ...]) -> list[ServiceSpec]:
         ordered += free
         left = [service for service in left if service not in free]
     return ordered
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of a service, which replicas share: `worker` for `worker-2`."""
+    return name.partition("-")[0]
+
+
+def stop_order(services: tuple[ServiceSpec, ...]) -> list[list[ServiceSpec]]:
+    """Return groups of services that are stopped together: replicas of a kind, the last started first.
+
+    Args:
+        services: services in the order of their start.
+    """
+    groups: list[list[ServiceSpec]] = []
+    for service in reversed(services):
+        last = groups[-1] if groups else []
+        if last and kind_of(last[0].name) == kind_of(service.name) and not any(service.name in replica.needs for replica in last):
+            last.append(service)
+        else:
+            groups.append([service])
+    return groups
+
+
+def stop_seconds(graces: Iterable[tuple[str, float]]) -> float:
+    """Return the longest time in which services end, in seconds, kind after kind.
+
+    Args:
+        graces: name and grace of each service.
+    """
+    longest = dict[str, float]()
+    for name, grace in graces:
+        longest[kind_of(name)] = max(grace, longest.get(kind_of(name), 0.0))
+    return sum(longest.values())
 
 
 def cause_of(log: str, lines: int = 12) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from spangrad.errors import SpangradError
 from spangrad.processes import answers
 from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
-from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order
+from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order, stop_order
 
 _PROVEN_SECONDS = 20.0
 """Time in operation after which a service without a URL counts as one that was ready, in seconds."""
@@ -99,7 +99,7 @@ class Supervisor:
         return all(supervised.serves for supervised in self._all.values())
 
     def status(self) -> list[dict[str, Any]]:
-        """Return name, state, process, node, seconds in the state, restarts, cause of the last failure and log file of each service."""
+        """Return the status of each service: its state since when, its process and node, its failures, its log file and its grace."""
         now = time.monotonic()
         return [
             {
@@ -113,6 +113,7 @@ class Supervisor:
                 "waits_for": self._missing(supervised) if supervised.state is ServiceState.WAITING else [],
                 "cause": supervised.cause,
                 "log": str(supervised.service.log),
+                "grace_seconds": supervised.service.grace_seconds,
             }
             for name, supervised in self._all.items()
         ]
@@ -165,17 +166,24 @@ class Supervisor:
 
     def stop(self, name: str) -> None:
         """Stop one service for good, and wait until it has ended."""
-        supervised = self._all[name]
-        if supervised.process:
-            supervised.process.stop()
-            supervised.process = None
-        if supervised.state not in _ENDED:
-            self._enter(supervised, ServiceState.STOPPED)
+        self._stop([self._all[name]])
 
     def stop_all(self) -> None:
-        """Stop every service, the last started first."""
-        for name in reversed(self._all):
-            self.stop(name)
+        """Stop every service, the last started first, and replicas of a kind at the same time."""
+        for group in stop_order(tuple(supervised.service for supervised in self._all.values())):
+            self._stop([self._all[service.name] for service in group])
+
+    def _stop(self, group: Sequence[_Supervised]) -> None:
+        began = time.monotonic()
+        for supervised in group:
+            if supervised.process:
+                supervised.process.ask_to_end()
+        for supervised in group:
+            if supervised.process:
+                supervised.process.stop(max(began + supervised.service.grace_seconds - time.monotonic(), 0))
+                supervised.process = None
+            if supervised.state not in _ENDED:
+                self._enter(supervised, ServiceState.STOPPED)
 
     def _is_due(self, supervised: _Supervised) -> bool:
         delayed = supervised.state is ServiceState.RESTARTING and time.monotonic() >= supervised.due

@@ -14,6 +14,7 @@ from spangrad.errors import SettingsError
 from spangrad.http.service import in_url
 from spangrad.processes import LOOPBACK, own_command
 from spangrad.settings import Settings
+from spangrad.settings.runner import END_SECONDS
 from spangrad.supervisor.service import ServiceSpec
 
 
@@ -57,7 +58,7 @@ def training_services(
             service("gateway", f"{settings.gateway.url}/readyz", after_store),
             service("build", None, after_store, ["--follow"]),
             service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),
-            *(_agents(service, after_all, agent, settings.up.workers) if agent else ()),
+            *(_agents(service, after_all, agent, settings) if agent else ()),
         )
         if started is not None
     )
@@ -98,10 +99,11 @@ def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Call
     return service
 
 
-def _agents(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str], count: int) -> list[ServiceSpec]:
+def _agents(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str], settings: Settings) -> list[ServiceSpec]:
+    grace, count = settings.runner.drain_seconds + END_SECONDS, settings.up.workers
     if any(word.partition("=")[0] == "--tasks" for word in arguments):
-        return [service("run", None, needs, ["--follow-demand", *arguments])]
-    worker = service("worker", None, needs, arguments)
+        return [replace(service("run", None, needs, ["--follow-demand", *arguments]), grace_seconds=grace)]
+    worker = replace(service("worker", None, needs, arguments), grace_seconds=grace)
     return [worker] if count == 1 else [renamed(worker, f"worker-{number + 1}") for number in range(count)]
 
 

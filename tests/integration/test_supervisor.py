@@ -30,6 +30,19 @@ class Answers(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
 """
+PREPARED = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
+SLOW_END = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit())); {PREPARED}"
+STUBBORN = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {PREPARED}"
+DRAINS = f"""
+import signal, sys, time
+def drain(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+    time.sleep(2)
+    pathlib.Path(sys.argv[2]).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, drain)
+{PREPARED}
+"""
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 QUICK = RestartPolicy(first_seconds=0.2, longest_seconds=0.4, tries=3)
 
@@ -70,6 +83,24 @@ def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path
     ]
     assert not any(runs(pid) for pid in running)
     assert set(states(supervisor).values()) == {"stopped"}
+
+
+def test_supervisor_stops_replicas_together_and_each_within_its_grace(tmp_path: Path) -> None:
+    def replica(name: str, code: str, grace_seconds: float) -> ServiceSpec:
+        command = (sys.executable, "-c", code, str(tmp_path / f"{name}-prepared"), str(tmp_path / f"{name}-drained"))
+        return ServiceSpec(name, command, tmp_path / f"{name}.log", needs=("store",), grace_seconds=grace_seconds)
+
+    workers = [replica(f"worker-{number}", DRAINS, 30) for number in range(4)]
+    services = [server("store", tmp_path), *workers, replica("worker-9", STUBBORN, 0.1)]
+    with Supervisor(services, lambda text: None) as supervisor:
+        supervisor.start(30)
+        wait_until(lambda: len(list(tmp_path.glob("*-prepared"))) == 5, 30, "the services' signal handlers")
+        running = [pid for pid in pids(supervisor).values() if pid]
+        began = time.monotonic()
+        supervisor.stop_all()
+        assert time.monotonic() - began < 6, "one after the other takes 8 s"
+    assert len(list(tmp_path.glob("*-drained"))) == 4
+    assert not any(runs(pid) for pid in running)
 
 
 def test_supervisor_holds_back_services_that_need_a_command_which_ends(tmp_path: Path) -> None:
@@ -163,11 +194,6 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
     assert status_of(tmp_path) is None
 
 
-PREPARED = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
-SLOW_END = f"import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit())); {PREPARED}"
-STUBBORN = f"import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {PREPARED}"
-
-
 def killed_run(directory: Path, service: str) -> int:
     """Have a supervisor run a service, and kill the supervisor alone once the service is `PREPARED`; return the service's process."""
     script = f"""
@@ -181,7 +207,7 @@ from spangrad.supervisor.supervisor import Supervisor
 directory = Path({str(directory)!r})
 prepared = directory / "prepared"
 command = (sys.executable, "-c", {service!r}, str(prepared))
-with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command, directory / "log")], print) as supervisor:
+with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command, directory / "log", grace_seconds=0)], print) as supervisor:
     supervisor.start(30)
     wait_until(prepared.exists, 30, "the service's signal handler")
     run.publish({{"services": supervisor.status(), "ready": True}})

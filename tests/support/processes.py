@@ -215,7 +215,7 @@ class ForkedChild(Child):
             super().__init__(name, [sys.executable, *arguments], log, env, inherit_settings=inherit_settings)
             return
         inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
-        self.name, self.log = name, log
+        self.name, self.log, self._asked = name, log, False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self.process = forked(arguments, out, out, {**inherited, **(env or {})})

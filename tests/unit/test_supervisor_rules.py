@@ -10,7 +10,7 @@ from rich.console import Console
 
 from spangrad.errors import SettingsError
 from spangrad.settings.sources import load_settings
-from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, cause_of, start_order
+from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, cause_of, kind_of, start_order, stop_order, stop_seconds
 from spangrad.supervisor.status_text import TrainingProgress, status_table
 from spangrad.supervisor.training_services import page_service, training_services
 
@@ -24,6 +24,28 @@ def test_start_order_puts_services_after_their_needs() -> None:
     assert [each.name for each in ordered] == ["store", "engine", "gateway"]
     with pytest.raises(ValueError, match="missing: a, b"):
         start_order((service("a", "b"), service("b", "a")))
+
+
+def test_stop_order_puts_replicas_together_and_needs_last() -> None:
+    services = (service("store"), service("gateway", "store"), service("train"), service("worker-1", "gateway"), service("worker-2", "gateway"))
+    assert [[each.name for each in group] for group in stop_order(services)] == [
+        *(["worker-2", "worker-1"], ["train"], ["gateway"], ["store"])
+    ]
+    assert [len(group) for group in stop_order((service("engine-1"), service("engine-2", "engine-1")))] == [1, 1]
+
+
+def test_stop_seconds_count_each_kind_once() -> None:
+    assert stop_seconds([("store", 15.0), *((f"worker-{number}", 60.0) for number in range(9)), ("worker-9", 70.0)]) == 85
+    assert stop_seconds([]) == 0
+
+
+def test_training_services_let_workers_drain() -> None:
+    values: dict[str, object] = {"engine.model": "m", "queue.url": "http://127.0.0.1:8190", "runner.drain_seconds": 100, "up.workers": 2}
+    for agent in (("--agent", "a.py:f"), ("--tasks", "t.jsonl")):
+        services = training_services(load_settings(values, env={}), Path("logs"), (), agent)
+        graces = {each.name: each.grace_seconds for each in services}
+        assert all(grace > 110 for name, grace in graces.items() if kind_of(name) in {"worker", "run"})
+        assert graces["gateway"] == 15
 
 
 def test_restart_policy_delays_double_up_to_longest() -> None:
