@@ -26,7 +26,7 @@ class ServiceState(StrEnum):
     FAILED = "failed"
     """It ended and is not started again."""
     DONE = "done"
-    """It ended by itself with exit code 0: there was nothing left to do."""
+    """It ended by itself with exit code 0, and is one that may: there was nothing left to do."""
     STOPPED = "stopped"
 
 
@@ -45,6 +45,8 @@ class ServiceSpec:
     """Variables added to the environment."""
     ends: bool = False
     """True for a command that ends by itself: services that need it are started once it is done."""
+    may_finish: bool = False
+    """True for a service that may have nothing left to do one day: it is done then, and not started again."""
     grace_seconds: float = 15.0
     """Time that it has to end once it is asked to, in seconds; then it is killed."""
 
@@ -72,7 +74,7 @@ class RestartPolicy:
         """Return whether a service that ended is started again."""
         # 2 means wrong settings, which no restart corrects.
         first_start = exit_code != 2 and failures < self.tries
-        return self.tries > 0 and exit_code != 0 and (was_ready or first_start)
+        return self.tries > 0 and (was_ready or first_start)
 
 
 NEVER = RestartPolicy(tries=0, health_seconds=math.inf)

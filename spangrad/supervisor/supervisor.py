@@ -224,7 +224,8 @@ class Supervisor:
     def _ended(self, supervised: _Supervised, process: ServiceProcess, code: int) -> None:
         process.stop(0)  # what is left of its group
         supervised.process = None
-        if code == 0:
+        # Most services end with exit code 0, too, when a user or a system sends SIGTERM.
+        if code == 0 and (supervised.service.ends or supervised.service.may_finish):
             self._on_event(f"{supervised.service.name} is done ({time.monotonic() - supervised.since:.1f} s)")
             self._enter(supervised, ServiceState.DONE)
             return

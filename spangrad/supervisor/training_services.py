@@ -57,7 +57,10 @@ def training_services(
             *_engines(service, settings, after_store, model),
             service("gateway", f"{settings.gateway.url}/readyz", after_store),
             service("build", None, after_store, ["--follow"]),
-            service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),
+            replace(
+                service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),
+                may_finish=settings.trainer.max_steps > 0,
+            ),
             *(_agents(service, after_all, agent, settings) if agent else ()),
         )
         if started is not None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,11 +157,29 @@ def test_supervisor_service_with_wrong_settings_is_not_restarted(tmp_path: Path)
         assert supervisor.status()[0]["restarts"] == 0
 
 
-def test_supervisor_service_that_exits_0_is_done(tmp_path: Path) -> None:
-    done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log")
+def test_supervisor_service_that_finishes_is_done(tmp_path: Path) -> None:
+    done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log", may_finish=True)
     with Supervisor([done], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: states(supervisor)["train"] == "done")
         assert supervisor.are_ready
+
+
+def test_supervisor_service_that_ends_at_sigterm_is_restarted(tmp_path: Path) -> None:
+    polite = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); {SERVER}"
+    store = server("store", tmp_path)
+    services = [
+        replace(store, command=(sys.executable, "-c", polite, *store.command[3:])),
+        ServiceSpec("build", (sys.executable, "-c", SLOW_END, str(tmp_path / "prepared")), tmp_path / "build.log"),
+    ]
+    with Supervisor(services, lambda text: None, policy=QUICK) as supervisor:
+        supervisor.start(30)
+        wait_until((tmp_path / "prepared").exists, 30, "the service's signal handler")
+        for pid in pids(supervisor).values():
+            assert pid
+            os.kill(pid, signal.SIGTERM)
+        poll_until(supervisor, lambda: [each["restarts"] for each in supervisor.status()] == [1, 1])
+        poll_until(supervisor, lambda: supervisor.are_ready)
+        assert set(states(supervisor).values()) == {"ready"}
 
 
 def test_supervisor_killed_leaves_no_service(tmp_path: Path) -> None:

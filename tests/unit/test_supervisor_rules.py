@@ -60,7 +60,8 @@ def test_restart_policy_delays_double_up_to_longest() -> None:
         (1, 3, False, False),
         (1, 300, True, True),
         (-9, 1, True, True),
-        (0, 1, True, False),
+        (0, 1, True, True),
+        (0, 3, False, False),
         (2, 1, False, False),
         (2, 1, True, True),
     ],
@@ -105,6 +106,15 @@ def test_training_services_share_settings_file_and_model() -> None:
     services = {each.name: each.command for each in training_services(settings, Path("logs"), ["--config", "f.toml"])}
     assert services["engine"][-5:] == ("engine", "--config", "f.toml", "--model", "weights")
     assert services["train"][-6:] == ("train", "--config", "f.toml", "--follow", "--model", "weights")
+
+
+def test_training_services_finish_where_the_training_has_an_end() -> None:
+    def finishing(**values: object) -> list[str]:
+        settings = load_settings({"engine.model": "m", **values}, env={})
+        return [each.name for each in training_services(settings, Path("logs")) if each.may_finish]
+
+    assert finishing(**{"trainer.max_steps": 9}) == ["train"]
+    assert finishing() == []
 
 
 def test_page_service_needs_a_local_store_alone() -> None:
