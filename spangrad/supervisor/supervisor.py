@@ -222,15 +222,18 @@ class Supervisor:
             supervised.failures = 0
 
     def _ended(self, supervised: _Supervised, process: ServiceProcess, code: int) -> None:
+        # Most services end with exit code 0, too, when a user or a system sends SIGTERM.
+        is_done = code == 0 and (supervised.service.ends or supervised.service.may_finish)
+        # With the process on another machine goes its log.
+        cause = "" if is_done else cause_of(process.log_end())
         process.stop(0)  # what is left of its group
         supervised.process = None
-        # Most services end with exit code 0, too, when a user or a system sends SIGTERM.
-        if code == 0 and (supervised.service.ends or supervised.service.may_finish):
+        if is_done:
             self._on_event(f"{supervised.service.name} is done ({time.monotonic() - supervised.since:.1f} s)")
             self._enter(supervised, ServiceState.DONE)
             return
         supervised.failures += 1
-        supervised.cause = cause_of(process.log_end()) or f"exit code {code}"
+        supervised.cause = cause
         if self._policy.restarts(code, supervised.failures, was_ready=supervised.was_ready):
             delay = self._policy.delay(supervised.failures)
             supervised.due = time.monotonic() + delay

@@ -12,6 +12,7 @@ from spangrad.errors import SettingsError
 from spangrad.settings.sources import load_settings
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, cause_of, kind_of, start_order, stop_order, stop_seconds
 from spangrad.supervisor.status_text import TrainingProgress, status_table
+from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import page_service, training_services
 
 
@@ -127,6 +128,31 @@ def test_page_service_needs_a_local_store_alone() -> None:
 def test_training_services_with_invalid_settings_raise(values: dict[str, object], agent: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         names(values, *agent)
+
+
+class RemoteProcess:
+    """Process that has failed, and whose log ends with its actor."""
+
+    exit_code, pid, holder, node, ready_url = 1, 7, "", "10.0.0.7", None
+
+    def __init__(self) -> None:
+        self._log = "spangrad: engine.model is wrong.\n"
+
+    def log_end(self) -> str:
+        return self._log
+
+    def ask_to_end(self) -> None:
+        pass
+
+    def stop(self, grace_seconds: float) -> None:
+        self._log = "The actor died because it was killed by ray.kill"
+
+
+def test_supervisor_reads_cause_of_failure_before_the_log_is_gone() -> None:
+    with Supervisor([service("engine")], lambda text: None, launch=lambda service: RemoteProcess()) as supervisor:
+        supervisor.poll()
+        supervisor.poll()
+        assert supervisor.failure("engine") == "engine failed: engine.model is wrong.\nIts log: engine.log"
 
 
 def test_status_table_names_states_causes_and_progress() -> None:
