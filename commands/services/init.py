@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 from commands.options import ConfigFile
@@ -25,8 +26,7 @@ def init(*, model: Path, config: ConfigFile = None) -> None:
     if file.exists():
         raise SettingsError(f"{file} exists already. Edit it, or name another file with --config.")
     machine = read_machine(file.parent)
-    default = Ports()
-    ports = Ports(*choose_ports((default.otlp_grpc, default.otlp_http, default.clickhouse, default.gateway, default.engine, default.queue)))
+    ports = Ports(*choose_ports(astuple(Ports())))
     proposals = propose(read_model(model), machine, ports)
     load_settings({proposal.key: proposal.value for proposal in proposals}, env={})
     where = f"{len(machine.gpus)} GPU(s)" if machine.gpus else "no GPU"

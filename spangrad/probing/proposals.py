@@ -33,6 +33,7 @@ class Ports:
     gateway: int = 8180
     engine: int = 8000
     queue: int = 8190
+    page: int = 8195
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def _addresses(ports: Ports) -> list[Proposal]:
         Proposal("store.otlp_endpoint", f"http://127.0.0.1:{ports.otlp_http}", ""),
         Proposal("queue.port", ports.queue, "the trainer asks it for rollouts"),
         Proposal("queue.url", f"http://127.0.0.1:{ports.queue}", "without this line there is no queue"),
+        Proposal("page.port", ports.page, "the page is at http://127.0.0.1:PORT"),
     ]
 
 

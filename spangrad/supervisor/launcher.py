@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from spangrad.errors import SpangradError
+from spangrad.http.json_http import status_of
 from spangrad.leases import holder_of
 from spangrad.processes import Child
 from spangrad.supervisor.service import ServiceSpec
@@ -70,7 +72,16 @@ class LocalProcess:
         Args:
             service: service to start.
             inherit_settings: False hides this process's SPANGRAD_ variables from it.
+
+        Raises:
+            SpangradError: its URL answers already, so that another process would count as this service.
+            OSError: the process cannot be started.
         """
+        if service.ready_url and status_of(service.ready_url) is not None:
+            other_port = f", or set {service.port_setting} to another port, with each URL that names it" if service.port_setting else ""
+            raise SpangradError(
+                f"{service.ready_url} answers before {service.name} is started: another process listens there. Stop it{other_port}."
+            )
         self._log_start = service.log.stat().st_size if service.log.exists() else 0
         self._child = Child(service.name, service.command, service.log, service.env, inherit_settings=inherit_settings)
         self.pid = self._child.process.pid

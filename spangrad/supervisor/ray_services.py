@@ -59,7 +59,8 @@ class ServiceActor:
         texts = {NODE: self._node, CLUSTER: str(ray.get_runtime_context().gcs_address)}
         command = tuple(_replaced(word, texts) for word in service.command)
         env = {key: _replaced(value, texts) for key, value in service.env.items()}
-        self._process = LocalProcess(replace(service, command=command, env=env), inherit_settings=False)
+        url = service.ready_url and _replaced(service.ready_url, texts)
+        self._process = LocalProcess(replace(service, command=command, env=env, ready_url=url), inherit_settings=False)
 
     def report(self) -> Report:
         """Return the state of the service's process."""

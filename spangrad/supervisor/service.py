@@ -43,6 +43,8 @@ class ServiceSpec:
     """Names of services that are ready before this one is started."""
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables added to the environment."""
+    port_setting: str = ""
+    """Setting of the port of its URL. Empty: there is none."""
     ends: bool = False
     """True for a command that ends by itself: services that need it are started once it is done."""
     may_finish: bool = False

@@ -197,7 +197,11 @@ class Supervisor:
         supervised.restarts += supervised.state is ServiceState.RESTARTING
         self._on_event(f"starting {service.name}")
         self._enter(supervised, ServiceState.STARTING)
-        supervised.process = self._launch(service)
+        try:
+            supervised.process = self._launch(service)
+        except (OSError, SpangradError) as error:
+            self._failed(supervised, 1, "did not start", str(error))
+            return
         supervised.holder = supervised.process.holder
 
     def _check_health(self, supervised: _Supervised, process: ServiceProcess) -> None:
@@ -232,12 +236,15 @@ class Supervisor:
             self._on_event(f"{supervised.service.name} is done ({time.monotonic() - supervised.since:.1f} s)")
             self._enter(supervised, ServiceState.DONE)
             return
+        self._failed(supervised, code, f"ended (exit code {code})", cause)
+
+    def _failed(self, supervised: _Supervised, code: int, failure: str, cause: str) -> None:
         supervised.failures += 1
         supervised.cause = cause
         if self._policy.restarts(code, supervised.failures, was_ready=supervised.was_ready):
             delay = self._policy.delay(supervised.failures)
             supervised.due = time.monotonic() + delay
-            self._on_event(f"{supervised.service.name} ended (exit code {code}), and is started again in {delay:g} s: {supervised.cause}")
+            self._on_event(f"{supervised.service.name} {failure}, and is started again in {delay:g} s: {cause}")
             self._enter(supervised, ServiceState.RESTARTING)
         else:
             self._on_event(self.failure(supervised.service.name))

@@ -95,9 +95,14 @@ def renamed(service: ServiceSpec, name: str) -> ServiceSpec:
     return replace(service, name=name, log=service.log.with_name(f"{name}.log"))
 
 
+_PORT_SETTINGS = {"store": "store.clickhouse_port", **{name: f"{name}.port" for name in ("queue", "engine", "gateway", "page")}}
+"""Service with a URL -> setting of its port."""
+
+
 def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Callable[..., ServiceSpec]:
     def service(name: str, ready_url: str | None, needs: Sequence[str] = (), arguments: Sequence[str] = ()) -> ServiceSpec:
-        return ServiceSpec(name, tuple(own_command(name, *options, *arguments)), logs / f"{name}.log", ready_url, tuple(needs), env)
+        command, log, port_setting = tuple(own_command(name, *options, *arguments)), logs / f"{name}.log", _PORT_SETTINGS.get(name, "")
+        return ServiceSpec(name, command, log, ready_url, tuple(needs), env, port_setting=port_setting)
 
     return service
 

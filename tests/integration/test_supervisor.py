@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -148,6 +150,38 @@ def test_supervisor_service_that_never_starts_raises_with_cause_of_its_log(tmp_p
     ):
         supervisor.start(30)
     assert events.count("starting engine") == QUICK.tries
+
+
+def foreign_server(url: str) -> ThreadingHTTPServer:
+    """Serve at a URL as another project's service does."""
+    foreign = ThreadingHTTPServer(("127.0.0.1", int(url.rpartition(":")[2].strip("/"))), SimpleHTTPRequestHandler)
+    Thread(target=foreign.serve_forever, daemon=True).start()
+    return foreign
+
+
+def test_supervisor_service_whose_url_answers_before_its_start_has_failed(tmp_path: Path) -> None:
+    page = replace(server("page", tmp_path), port_setting="page.port")
+    with foreign_server(page.ready_url or "") as foreign, Supervisor([page], lambda text: None, policy=QUICK) as supervisor:
+        refused = f"page failed: {page.ready_url} answers before page is started: .* Stop it, or set page.port to another port"
+        with pytest.raises(SpangradError, match=refused):
+            supervisor.start(30)
+        assert pids(supervisor) == {"page": None}
+        foreign.shutdown()
+
+
+def test_supervisor_restarts_service_once_its_url_is_free_again(tmp_path: Path) -> None:
+    page = server("page", tmp_path)
+    with Supervisor([page], lambda text: None, policy=QUICK) as supervisor:
+        supervisor.start(30)
+        pid = pids(supervisor)["page"]
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+        poll_until(supervisor, lambda: states(supervisor)["page"] == "restarting")
+        with foreign_server(page.ready_url or "") as foreign:
+            poll_until(supervisor, lambda: "answers before page is started" in supervisor.status()[0]["cause"])
+            assert states(supervisor) == {"page": "restarting"}
+            foreign.shutdown()
+        poll_until(supervisor, lambda: states(supervisor)["page"] == "ready")
 
 
 def test_supervisor_service_with_wrong_settings_is_not_restarted(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from commands.services.init import init
 from spangrad.errors import SettingsError
+from spangrad.probing import machine
 from spangrad.probing.machine import Gpu, MachineFacts
 from spangrad.probing.model import ModelFacts, facts_of, read_model
 from spangrad.probing.proposals import Ports, cache_bytes, context_of, propose, settings_text
@@ -79,6 +81,23 @@ def test_propose_on_one_gpu_leaves_memory_to_trainer() -> None:
 def test_propose_impossible_combination_raises_with_remedy(model: ModelFacts, machine: MachineFacts, sentence: str) -> None:
     with pytest.raises(SettingsError, match=sentence):
         propose(model, machine, Ports())
+
+
+def test_init_chooses_another_port_for_each_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    monkeypatch.setattr(machine, "find_vllm_python", lambda *_: Path("python"))
+    monkeypatch.setattr(machine, "is_free", lambda host, port: False)
+    file = tmp_path / "spangrad.toml"
+    init(model=tmp_path, config=file)
+    chosen, default = load_settings(file=file, env={}), load_settings({}, env={})
+    for section, name in (
+        *(("store", name) for name in ("otlp_grpc_port", "otlp_http_port", "clickhouse_port")),
+        *((section, "port") for section in ("gateway", "engine", "queue", "page")),
+    ):
+        assert getattr(getattr(chosen, section), name) != getattr(getattr(default, section), name)
 
 
 def test_settings_text_holds_proposals_and_reasons(tmp_path: Path) -> None:

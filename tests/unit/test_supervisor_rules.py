@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from io import StringIO
 from pathlib import Path
 
@@ -28,7 +29,8 @@ def test_start_order_puts_services_after_their_needs() -> None:
 
 
 def test_stop_order_puts_replicas_together_and_needs_last() -> None:
-    services = (service("store"), service("gateway", "store"), service("train"), service("worker-1", "gateway"), service("worker-2", "gateway"))
+    workers = (service("worker-1", "gateway"), service("worker-2", "gateway"))
+    services = (service("store"), service("gateway", "store"), service("train"), *workers)
     assert [[each.name for each in group] for group in stop_order(services)] == [
         *(["worker-2", "worker-1"], ["train"], ["gateway"], ["store"])
     ]
@@ -116,6 +118,15 @@ def test_training_services_finish_where_the_training_has_an_end() -> None:
 
     assert finishing(**{"trainer.max_steps": 9}) == ["train"]
     assert finishing() == []
+
+
+def test_training_services_with_a_url_name_the_setting_of_its_port() -> None:
+    settings = load_settings({"engine.model": "m", "queue.url": "http://127.0.0.1:8190"}, env={})
+    services = (*training_services(settings, Path("logs")), page_service(settings, Path("logs")))
+    ports = {each.port_setting: each.ready_url for each in services if each.ready_url}
+    assert len(ports) == 5
+    for key, url in ports.items():
+        assert f":{reduce(getattr, key.split('.'), settings)}/" in str(url)
 
 
 def test_page_service_needs_a_local_store_alone() -> None:
