@@ -112,14 +112,25 @@ def is_dead(holder: str) -> bool:
     running virtual machine share the boot and the process table, so the host's name must be this one's, too: give clones names of their
     own. Where two share even that, a live holder may seem dead; the ledger then refuses the later commit.
     """
+    if not is_here(holder):
+        return False
+    pid, started = pid_of(holder), holder.split(" ")[2]
+    start = process_start(pid)
+    return start != started if start is not None else not _in_use(pid)
+
+
+def is_here(holder: str) -> bool:
+    """Return whether a holder's process is in this process table, where this process sees it."""
     match holder.split(" "):
-        case [host, pid, started, table]:
-            if host != socket.gethostname() or table != _process_table():
-                return False
-            start = process_start(int(pid))
-            return start != started if start is not None else not _in_use(int(pid))
+        case [host, _, _, table]:
+            return (host, table) == (socket.gethostname(), _process_table())
         case _:
             return False
+
+
+def pid_of(holder: str) -> int:
+    """Return the process id of a holder, in its process table."""
+    return int(holder.split(" ")[1])
 
 
 def shown(holder: str) -> str:

@@ -17,6 +17,7 @@ def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
 
     Workers let attempts in progress continue for up to runner.drain_seconds, all at the same time, before the services that they call end.
     """
+    from spangrad.leases import is_here, pid_of, shown
     from spangrad.processes import wait_until
     from spangrad.supervisor.run_directory import owner_of, status_of
     from spangrad.supervisor.service import stop_seconds
@@ -25,8 +26,15 @@ def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     owner = owner_of(directory)
     if owner is None:
         raise SpangradError(f"no `spangrad up` runs in {directory}. Call this where it was started, or name its file with --config.")
+    if not is_here(owner):
+        raise SpangradError(f"`spangrad up` in {directory} is {shown(owner)}, on another machine or in another container. Call this there.")
     services = (status_of(directory) or {"services": []})["services"]
     seconds = stop_seconds((service["name"], service["grace_seconds"]) for service in services) + _SECONDS
-    os.kill(owner, signal.SIGTERM)
-    wait_until(lambda: owner_of(directory) is None, seconds, f"the end of process {owner}")
+    try:
+        os.kill(pid_of(owner), signal.SIGTERM)
+    except PermissionError:
+        raise SpangradError(f"`spangrad up` in {directory}, {shown(owner)}, belongs to another user. Call this as that user.") from None
+    except ProcessLookupError:
+        pass  # it has just ended
+    wait_until(lambda: owner_of(directory) is None, seconds, f"the end of {shown(owner)}")
     print("every service has ended")

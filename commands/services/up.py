@@ -102,13 +102,14 @@ def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
     Raises:
         SpangradError: another one runs in the directory, or a service failed.
     """
+    from spangrad.leases import shown
     from spangrad.processes import own_command
     from spangrad.supervisor.run_directory import owner_of, status_of
 
     directory = settings.up.directory
     if owner := owner_of(directory):
         raise SpangradError(
-            f"`spangrad up` runs in {directory} already (process {owner}). `spangrad ps` shows it, `spangrad down` ends it."
+            f"`spangrad up` runs in {directory} already ({shown(owner)}). `spangrad ps` shows it, `spangrad down` ends it."
         )
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / DETACHED_LOG

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from spangrad.errors import SpangradError
-from spangrad.leases import this_process
+from spangrad.leases import is_here
 from spangrad.ray_connection import connect_to_ray, first_line
 from spangrad.supervisor.launcher import LocalProcess
 from spangrad.supervisor.placement import CLUSTER, NODE, RANKS, BundleGroup, Node, lack_text, lacking
@@ -116,8 +116,7 @@ class RayProcess:
     @property
     def holder(self) -> str:
         """Return the process as `spangrad.leases.is_dead` knows it; empty: its node is another machine."""
-        own, other = this_process().split(" "), self._report.holder.split(" ")
-        return self._report.holder if (own[0], own[-1]) == (other[0], other[-1]) else ""
+        return self._report.holder if is_here(self._report.holder) else ""
 
     @property
     def node(self) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,11 +17,11 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from spangrad.errors import SpangradError
-from spangrad.leases import is_dead, shown
+from spangrad.leases import is_dead, shown, this_process
 from spangrad.processes import lock_alone
 
 LOCK = ".spangrad-run"
-"""Name of the file that marks a directory as a run's; its owner holds a lock on it and has written its process id into it."""
+"""Name of the file that marks a directory as a run's; its owner holds a lock on it and has written into it which process it is."""
 STATUS = "status.json"
 PREDECESSOR_SECONDS = 15.0
 """Time beyond the longest grace of the services of an owner that was killed, in seconds, in which they must have ended."""
@@ -48,14 +47,14 @@ class RunDirectory:
         lock = (self.path / LOCK).open("a+")
         if not lock_alone(lock, str(self.path / LOCK), SpangradError):
             lock.seek(0)
-            owner = lock.read().strip() or "?"
+            owner = lock.read()
             lock.close()
             raise SpangradError(
-                f"process {owner} runs in {self.path} already. Stop it (`spangrad down` ends what `spangrad up` started), or name another"
-                " directory."
+                f"{shown(owner) if owner else 'another process'} runs in {self.path} already. Stop it (`spangrad down` ends what"
+                " `spangrad up` started), or name another directory."
             )
         lock.truncate(0)
-        lock.write(str(os.getpid()))
+        lock.write(this_process())
         lock.flush()
         self._lock = lock
         self._await_predecessors()
@@ -117,15 +116,15 @@ def fresh_directory(path: Path) -> RunDirectory:
     return RunDirectory(path)
 
 
-def owner_of(path: Path) -> int | None:
-    """Return the process that owns a run's directory, or None."""
+def owner_of(path: Path) -> str | None:
+    """Return the process that owns a run's directory, as `spangrad.leases` knows it. None: none does, or has not written so yet."""
     try:
         with (path / LOCK).open("r") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                text = lock.read().strip()
-                return int(text) if text.isdigit() else None
+                owner = lock.read()
+                return owner if owner and not is_dead(owner) else None
             except OSError:
                 pass  # no process can own it on a file system without locks
     except FileNotFoundError:

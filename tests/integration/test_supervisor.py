@@ -17,6 +17,7 @@ from threading import Thread
 import pytest
 
 from spangrad.errors import SpangradError
+from spangrad.leases import holder_of, shown, this_process
 from spangrad.processes import free_ports, own_command, wait_until
 from spangrad.supervisor import run_directory
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
@@ -237,7 +238,7 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
         status = status_of(tmp_path)
         assert status
         running = [each["pid"] for each in status["services"]]
-        assert owner_of(tmp_path) == process.pid
+        assert owner_of(tmp_path) == holder_of(process.pid)
         assert all(runs(pid) for pid in running)
     finally:
         process.kill()
@@ -308,7 +309,7 @@ def test_run_directory_has_one_owner_and_keeps_foreign_files(tmp_path: Path) -> 
         (run / "logs").mkdir()
         owned.clear()
         assert [path.name for path in run.iterdir()] == [".spangrad-run"]
-        with pytest.raises(SpangradError, match=f"process {os.getpid()} runs in .*run already. Stop it"), RunDirectory(run):
+        with pytest.raises(SpangradError, match=f"process {os.getpid()} on .* runs in .*run already. Stop it"), RunDirectory(run):
             pass
     with fresh_directory(run):
         pass
@@ -332,6 +333,6 @@ def test_up_twice_and_down_without_up_print_one_sentence(tmp_path: Path) -> None
             assert "Traceback" not in second.stderr
         demo = spangrad("demo", "--directory", "data/up")
         assert (demo.returncode, demo.stderr.count("\n")) == (1, 1), demo.stderr
-        assert f"process {os.getpid()} runs in data/up already" in demo.stderr
+        assert f"{shown(this_process())} runs in data/up already" in demo.stderr
         run.publish({"services": [], "ready": False})
         assert json.loads(spangrad("ps", "--json").stdout) == {"services": [], "ready": False}

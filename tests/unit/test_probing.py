@@ -88,8 +88,15 @@ def test_init_chooses_another_port_for_each_that_is_in_use(tmp_path: Path, monke
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
-    monkeypatch.setattr(machine, "find_vllm_python", lambda *_: Path("python"))
-    monkeypatch.setattr(machine, "is_free", lambda host, port: False)
+
+    def python(project: Path) -> Path:
+        return project / "python"
+
+    def is_free(host: str, port: int) -> bool:
+        return False
+
+    monkeypatch.setattr(machine, "find_vllm_python", python)
+    monkeypatch.setattr(machine, "is_free", is_free)
     file = tmp_path / "spangrad.toml"
     init(model=tmp_path, config=file)
     chosen, default = load_settings(file=file, env={}), load_settings({}, env={})

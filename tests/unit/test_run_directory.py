@@ -1,0 +1,60 @@
+"""A run's directory: its owner, which `spangrad down` ends, and the status that it publishes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from commands.services.down import down
+from spangrad.errors import SpangradError
+from spangrad.leases import this_process
+from spangrad.supervisor.run_directory import LOCK, RunDirectory, owner_of
+
+
+@pytest.fixture(autouse=True)
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Process and number of each signal, none of which is sent."""
+    sent: list[tuple[int, int]] = []
+
+    def kill(pid: int, number: int) -> None:
+        sent.append((pid, number))
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "kill", kill)
+    return sent
+
+
+def down_of(directory: Path, owner: str) -> None:
+    """Call `spangrad down` while another process owns the directory."""
+    with RunDirectory(directory):
+        (directory / LOCK).write_text(owner)
+        down(set_=[f"up.directory={directory}"])
+
+
+def test_down_of_run_on_another_host_names_it(tmp_path: Path, signals: list[tuple[int, int]]) -> None:
+    host, pid, started, table = this_process().split(" ")
+    for owner in (f"gpu-7 {pid} {started} {table}", f"{host} {pid} {started} another-container"):
+        with pytest.raises(SpangradError, match=rf"is process {pid} on {owner.split(' ')[0]}, on another machine.* Call this there"):
+            down_of(tmp_path, owner)
+    assert signals == []
+
+
+def test_down_leaves_a_process_with_the_number_of_an_earlier_owner(tmp_path: Path, signals: list[tuple[int, int]]) -> None:
+    host, pid, _, table = this_process().split(" ")
+    with pytest.raises(SpangradError, match=f"no `spangrad up` runs in {tmp_path}"):
+        down_of(tmp_path, f"{host} {pid} 1 {table}")
+    assert signals == []
+
+
+def test_down_of_run_of_another_user_names_it(tmp_path: Path, signals: list[tuple[int, int]]) -> None:
+    with pytest.raises(SpangradError, match=rf"process {os.getpid()} on .* belongs to another user\. Call this as that user"):
+        down_of(tmp_path, this_process())
+    assert [pid for pid, _ in signals] == [os.getpid()]
+
+
+def test_owner_of_directory_is_a_holder_until_it_leaves(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path):
+        assert owner_of(tmp_path) == this_process()
+    assert owner_of(tmp_path) is None
