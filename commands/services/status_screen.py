@@ -5,6 +5,7 @@ In: events and the status of the services. Out: text. Invariant: where standard 
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,8 +41,12 @@ class StatusScreen:
             self._live.stop()
 
     def event(self, text: str) -> None:
-        """Print a line, above the table."""
-        self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
+        """Print a line, above the table; on a disk that is full, it is lost, and services go on."""
+        try:
+            self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
 
     def show(self, status: Sequence[Mapping[str, Any]], progress: TrainingProgress | None) -> None:
         """Update the table; without a terminal, print a line if a training step was made."""

@@ -36,6 +36,7 @@ class RunDirectory:
         """Store the path; `__enter__` takes the directory."""
         self.path = path
         self._lock: IO[str] | None = None
+        self._unpublished = False
 
     def __enter__(self) -> Self:
         """Create the directory and become its owner.
@@ -99,10 +100,17 @@ class RunDirectory:
                 entry.unlink()
 
     def publish(self, status: Mapping[str, object]) -> None:
-        """Replace the status that other processes read."""
+        """Replace the status that other processes read; where that fails, log it once, since services go on without."""
         temporary = self.path / f"{STATUS}.new"
-        temporary.write_text(json.dumps(status))
-        temporary.replace(self.path / STATUS)
+        try:
+            temporary.write_text(json.dumps(status))
+            temporary.replace(self.path / STATUS)
+        except OSError as error:
+            if not self._unpublished:
+                logger.warning("the status in %s cannot be written (%s), and stays as it was", self.path / STATUS, error.strerror)
+            self._unpublished = True
+        else:
+            self._unpublished = False
 
 
 def fresh_directory(path: Path) -> RunDirectory:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from commands.services.down import down
+from commands.services.status_screen import StatusScreen
 from spangrad.errors import SpangradError
 from spangrad.leases import this_process
 from spangrad.supervisor.run_directory import LOCK, RunDirectory, owner_of
@@ -58,3 +63,29 @@ def test_owner_of_directory_is_a_holder_until_it_leaves(tmp_path: Path) -> None:
     with RunDirectory(tmp_path):
         assert owner_of(tmp_path) == this_process()
     assert owner_of(tmp_path) is None
+
+
+def test_status_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunDirectory(tmp_path) as run:
+        for _ in range(2):
+            run.publish({"ready": False})
+            (tmp_path / "status.json.new").symlink_to("/dev/full")
+            run.publish({"ready": True})
+            run.publish({"ready": True})
+            assert json.loads((tmp_path / "status.json").read_text()) == {"ready": False}
+            (tmp_path / "status.json.new").unlink()
+    assert [record.message for record in caplog.records] == [
+        f"the status in {tmp_path}/status.json cannot be written (No space left on device), and stays as it was"
+    ] * 2
+
+
+class FullDisk(io.StringIO):
+    """Standard output on a disk that has no space left."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_status_event_on_full_disk_is_lost_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    StatusScreen(tmp_path).event("starting store")
