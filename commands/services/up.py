@@ -108,9 +108,7 @@ def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
 
     directory = settings.up.directory
     if owner := owner_of(directory):
-        raise SpangradError(
-            f"`spangrad up` runs in {directory} already ({shown(owner)}). `spangrad ps` shows it, `spangrad down` ends it."
-        )
+        raise SpangradError(f"`spangrad up` runs in {directory} already ({shown(owner)}). `spangrad ps` shows it, `spangrad down` ends it.")
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / DETACHED_LOG
     with log.open("wb") as out:

@@ -25,6 +25,8 @@ LOCK = ".spangrad-run"
 STATUS = "status.json"
 PREDECESSOR_SECONDS = 15.0
 """Time beyond the longest grace of the services of an owner that was killed, in seconds, in which they must have ended."""
+_LOCK_SECONDS = 0.5
+"""Time in which a lock that is no owner's is released, in seconds: `owner_of` locks the file for a moment."""
 _POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
@@ -46,7 +48,10 @@ class RunDirectory:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         lock = (self.path / LOCK).open("a+")
-        if not lock_alone(lock, str(self.path / LOCK), SpangradError):
+        end = time.monotonic() + _LOCK_SECONDS
+        while not (locked := lock_alone(lock, str(self.path / LOCK), SpangradError)) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        if not locked:
             lock.seek(0)
             owner = lock.read()
             lock.close()

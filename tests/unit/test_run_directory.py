@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,17 @@ def test_owner_of_directory_is_a_holder_until_it_leaves(tmp_path: Path) -> None:
     with RunDirectory(tmp_path):
         assert owner_of(tmp_path) == this_process()
     assert owner_of(tmp_path) is None
+
+
+def test_run_directory_whose_owner_is_looked_up_meanwhile_is_entered(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text(this_process())
+    reader = (tmp_path / LOCK).open()
+    fcntl.flock(reader, fcntl.LOCK_SH)
+    release = threading.Timer(0.15, reader.close)
+    release.start()
+    with RunDirectory(tmp_path):
+        assert owner_of(tmp_path) == this_process()
+    release.join()
 
 
 def test_status_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
