@@ -18,6 +18,7 @@ from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
 from transition_builder.rewards import check, rule_hash
+from transition_builder.rewards.air import RULES
 from transition_builder.schemas import RESPONSES, SQL_REWARDS
 
 Answer = tuple[str, str, list[tuple[str, str]]]
@@ -329,3 +330,33 @@ def test_check_rule_that_cannot_be_evaluated_raises(rule: AirRule, message: str)
     with pytest.raises(BuilderError) as error:
         check(spec_of(rule))
     assert message in str(error.value)
+
+
+EVERY_KIND: dict[str, dict[str, Any]] = {
+    **{kind: {"tools": ("search",)} for kind in ("tool_ok", "tool_error", "malformed_arguments", "repeated_call", "empty_result")},
+    "tool_exception": {"tools": ("search",), "types": ".*"},
+    "unparsable_output": {"form": "json"},
+    "latency": {"seconds": 2},
+    "expression": {"where": "ARRAY_LENGTH(AskedTools)"},
+    "sql": {"where": "long"},
+    "python": {"where": "rules_of_nothing.py:rule"},
+}
+
+
+@pytest.mark.parametrize("calls", ["none", "with texts", "not recorded"])
+@pytest.mark.parametrize("kind", list(RULES))
+def test_rules_of_every_kind_without_tool_calls_find_nothing(
+    kind: str, calls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rules_of_nothing.py").write_text("def rule(calls):\n    return [None] * calls.height\n")
+    (tmp_path / "rewards").mkdir()
+    (tmp_path / "rewards/long.sql").write_text("SELECT 1")
+    spans = SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    asked = [spans.call(spans.span("POST", root)) for _ in range(0 if calls == "none" else 2)]
+    answers: list[Answer] = [(call, "{}", []) for call in asked if calls == "with texts"]
+    rule = AirRule(name="r", reward=-1, kind=kind, **EVERY_KIND[kind])  # type: ignore[arg-type]
+    output = built(spans, rule, answers=answers)
+    assert (air(output), output.transitions.height) == ([], len(asked))

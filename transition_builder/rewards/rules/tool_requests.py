@@ -60,8 +60,8 @@ def _findings(rule: AirRule, rows: pl.DataFrame, times: pl.Expr) -> pl.DataFrame
 
 def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.DataType]) -> pl.Series:
     """Apply a function to each text, computed once for equal ones."""
-    distinct = texts.unique()
-    return texts.replace_strict(distinct, pl.Series([function(text) for text in distinct], dtype=dtype), return_dtype=dtype)
+    values = {text: function(text) for text in texts.unique()}
+    return pl.Series([values[text] for text in texts], dtype=dtype)
 
 
 def _is_object(text: str) -> bool:
