@@ -186,6 +186,25 @@ def test_repeated_call_rule_without_recorded_answers_uses_tool_spans() -> None:
     assert air(built(spans, AirRule(name="again", kind="repeated_call", reward=-1, tools=("*",)))) == [(calls[1], "again", -1.0)]
 
 
+DEEP = "[" * 100_000
+
+
+def test_rules_on_json_nested_too_deep_take_it_for_no_json() -> None:
+    spans = SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    first, second = (spans.call(spans.span("POST", agent)) for _ in range(2))
+    answers: list[Answer] = [(first, DEEP, [("search", DEEP)]), (second, "", [("search", DEEP)])]
+    rules = (
+        AirRule(name="form", kind="unparsable_output", reward=-1, form="json"),
+        AirRule(name="malformed", kind="malformed_arguments", reward=-1, tools=("*",)),
+        AirRule(name="repeated", kind="repeated_call", reward=-1, tools=("*",)),
+    )
+    given = [(first, "form"), (first, "malformed"), (second, "malformed"), (second, "repeated")]
+    assert air(built(spans, *rules, answers=answers)) == [(*reward, -1.0) for reward in given]
+
+
 @pytest.mark.parametrize(("form", "wrong"), [("json", [1, 2]), (r"(?s)Answer: .*", [0, 2]), (r"\{.*\}", [1, 2])])
 def test_unparsable_output_rule_matches_text_not_of_form(form: str, wrong: list[int]) -> None:
     spans = SpanFactory()

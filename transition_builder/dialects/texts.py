@@ -113,8 +113,8 @@ def response(texts: Iterable[str]) -> dict[int, tuple[str, list[tuple[str, str]]
     for given in texts:
         try:
             choices = {choice: _text_and_tools(reply.messages) for choice, reply in replies(_json(given)).items()}
-        except (TypeError, ValueError, LookupError, AttributeError):
-            continue  # its fields have other types than those of the form
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
+            continue  # its fields have other types than those of the form, or are nested too deep
         if choices and all(name for _, calls in choices.values() for name, _ in calls):
             return choices
     return {}

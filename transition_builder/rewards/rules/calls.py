@@ -48,6 +48,6 @@ def sql(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
 def _is_json(text: str) -> bool:
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True

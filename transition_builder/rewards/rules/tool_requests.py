@@ -67,7 +67,7 @@ def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.
 def _is_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 
@@ -75,5 +75,5 @@ def _canonical(text: str) -> str:
     """Return arguments without irrelevant differences: the order of keys, and blanks."""
     try:
         return json.dumps(msgspec.json.decode(text), sort_keys=True)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return text.strip()
