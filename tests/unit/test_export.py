@@ -321,6 +321,8 @@ def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=3)), max_size=8
     )
 )
+    deep = {"role": "assistant", "content": "", "tool_calls": [call("[" * 100_000)]}
+    assert len(of_messages([([HI], deep, []), ([HI, deep, HI], HELLO, [])])) == 1
 def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[int], list[int]]]) -> None:
     tokens = of_tokens(calls)
     assert sorted(at for conversation in tokens for at in conversation.calls) == list(range(len(calls)))

@@ -66,6 +66,12 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
     assert (examples.rows, examples.with_ids, examples.rendered, dict(examples.left_out), examples.unread) == (8, 2, 6, {}, {"score"})
 
 
+def test_read_examples_arguments_nested_too_deep_stay_text(policy: Path, tmp_path: Path):
+    called = {**RIGHT, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}]}
+    examples = read(policy, write_rows(tmp_path / "rows.jsonl", [{"messages": [USER, called]}]))
+    assert trained(examples) == [[([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)]]
+
+
 def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path, tmp_path: Path):
     ids = {"prompt_ids": [3, 4], "chosen_ids": [5, 6], "chosen_mask": [1, 1], "rejected_ids": [7], "rejected_mask": [1]}
     texts = {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]}

@@ -168,5 +168,5 @@ def _parsed(call: Any) -> Any:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call

@@ -95,5 +95,5 @@ def prompt_key(prompt: Iterable[Message]) -> Hashable:
 def _value(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments

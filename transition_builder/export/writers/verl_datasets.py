@@ -104,5 +104,5 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
