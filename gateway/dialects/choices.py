@@ -203,7 +203,7 @@ class ChoicesStream(StreamReader):
             return event
         try:
             shown = self._chunk(data)
-        except (ValueError, LookupError):
+        except (ValueError, LookupError, RecursionError):
             # Not a chunk of an answer: it is passed to the client, and the call counts as failed.
             self.answer.failed = True
             return event

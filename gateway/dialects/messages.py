@@ -79,5 +79,5 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
     """Return a block with the input of its tool decoded, where all of it has arrived."""
     try:
         return {**{k: v for k, v in block.items() if k != "partial_json"}, "input": msgspec.json.decode(block["partial_json"])}
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         return block

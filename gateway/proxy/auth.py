@@ -102,7 +102,7 @@ class AccessControl:
             return None
         try:
             model = msgspec.json.decode(body, type=_Asked).model
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _forbidden(f"client {caller.name!r} must name its policy as `model` in a JSON object.")
         policy = self._policy_of(model)
         if policy in policies:

@@ -312,7 +312,7 @@ def _read_whole(facts: CallFacts, body: bytes) -> bytes:
     """Read a whole answer; return what the client gets of it."""
     try:
         facts.answer, body = facts.request.dialect.read(body, facts.request)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         facts.answer.json = body
         facts.error_type, facts.error_message = "malformed_answer", str(error)
     _note_abort(facts)

@@ -290,7 +290,7 @@ class SpangradMiddleware:
             return
         try:
             request = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             request = None
         if not isinstance(request, dict):
             await self.app(scope, _replay(body, receive), AnswerSender(partial(self.facts, None, False), send))

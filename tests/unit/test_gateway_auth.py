@@ -115,7 +115,7 @@ async def test_gateway_openai_and_anthropic_clients_authenticate_and_see_refusal
         assert len(stage.engine.requests) == 1
 
 
-@pytest.mark.parametrize("body", [b"no JSON", b'{"model": 3}', b"[]"])
+@pytest.mark.parametrize("body", [b"no JSON", b'{"model": 3}', b"[]", pytest.param(b'{"x": ' + b"[" * 100_000, id="deep")])
 async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
         assert await ask(stage, "POST", CHAT, bearer("judge-key"), data=body) == (

@@ -213,6 +213,7 @@ def test_dialect_unreadable_answer_raises_value_error(path: str, body: bytes) ->
         b'event: x\ndata: {"type": "response.output_text.delta", "output_index": 7, "delta": "x"}',
         b"data: {nonsense}",
         b'data: {"error": {"message": "broke"}, "type": "error"}',
+        pytest.param(b'data: {"x": ' + b"[" * 100_000, id="deep"),
     ],
 )
 def test_dialect_unknown_stream_event_passes_unchanged(path: str, event: bytes) -> None:
@@ -223,6 +224,19 @@ def test_dialect_unknown_stream_event_passes_unchanged(path: str, event: bytes) 
     if head != event:  # re-encoded, since it could be read
         assert msgspec.json.decode(head.partition(b"data: ")[2]) == msgspec.json.decode(event.partition(b"data: ")[2])
     assert (rest, reader.rest()) == ([b": a comment", b""], b"rest")
+
+
+def test_messages_stream_whose_tool_input_is_nested_too_deep_keeps_its_text() -> None:
+    dialect = DIALECTS["/v1/messages"]
+    reader = dialect.stream(dialect.parse(b'{"stream": true, "messages": []}'))
+    deep, tool = "[" * 100_000, {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    for event in (
+        {"type": "message_start", "message": {"id": "m", "content": []}},
+        {"type": "content_block_start", "index": 0, "content_block": tool},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "input_json_delta", "partial_json": deep}},
+    ):
+        reader.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+    assert json.loads(reader.answer.response_json() or b"")["content"] == [{**tool, "partial_json": deep}]
 
 
 def test_dialect_stream_whose_first_chunk_has_an_empty_id_takes_the_next() -> None:

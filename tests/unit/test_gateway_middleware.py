@@ -81,10 +81,11 @@ class Vllm:
             await self._send(send, 500 if self.refuses else 200, b"application/json", [b"{}"])
             return
         self.asked.append(message["body"])
-        asked = json.loads(message["body"])
         if self.refuses:
             await self._send(send, 400, b"application/json", [b'{"error":{}}'])
-        elif asked.get("stream"):
+            return
+        asked = json.loads(message["body"])
+        if asked.get("stream"):
             chunks = [event(chunk) for chunk in self.engine.chunks(asked)]
             await self._send(send, 200, b"text/event-stream; charset=utf-8", [*chunks, b"data: [DONE]\n\n"])
         else:
@@ -119,7 +120,7 @@ async def call(
 ) -> tuple[int, dict[bytes, bytes], list[bytes]]:
     """Status, headers and the parts of the body as they were sent."""
     sent: list[dict[str, Any]] = []
-    raw = b"" if body is None else json.dumps(body).encode()
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     incoming = [{"type": "http.request", "body": raw[:5], "more_body": True}, {"type": "http.request", "body": raw[5:], "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -204,6 +205,7 @@ async def test_middleware_errors_and_other_paths_pass_unchanged(vllm: Vllm, midd
     vllm.refuses = True
     assert (await call(middleware, CHAT_PATH, ASKED))[::2] == (400, [b'{"error":{}}'])
     assert (await call(middleware, "/tokenize", {}))[::2] == (500, [b"{}"])
+    assert (await call(middleware, CHAT_PATH, b"[" * 100_000))[::2] == (400, [b'{"error":{}}'])
 
 
 async def test_middleware_with_lora_sends_calls_to_adapter(vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,12 @@ async def test_gateway_engine_refusal_passes_unchanged(stage: Stage) -> None:
     assert json.loads(str(span.attributes[semconv.RESPONSE_JSON])) == error
 
 
-@pytest.mark.parametrize("body", [b'{"id": "x", "choices": [{"mess', b"{}", b'{"choices": [{}]}', b'{"choices": 3}'])
+DEEP = b'{"x": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"id": "x", "choices": [{"mess', b"{}", b'{"choices": [{}]}', b'{"choices": 3}', pytest.param(DEEP, id="deep")]
+)
 async def test_gateway_malformed_answer_passes_and_is_recorded_as_failed(stage: Stage, body: bytes) -> None:
     stage.engine.body = body
     assert await stage.chat() == (200, body)
