@@ -78,7 +78,7 @@ async def _converse(toolbox: Toolbox, problem: str) -> None:
 async def _run(toolbox: Toolbox, call: Any) -> str:
     try:
         arguments = json.loads(call.function.arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"the arguments are no JSON: {error}"
     if not isinstance(arguments, dict) or arguments.keys() != {"command"}:
         return "bash takes command"

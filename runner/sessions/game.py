@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, encode
+from runner.sessions.messages import UNDECODABLE, ErrorCode, LastReset, SessionError, SessionRequest, encode
 from spangrad.episode.environment import Content, rendered
 from spangrad.episode.match import PlayerState
 from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, EPISODE_ID, FORFEIT, PLAYERS, observation_fields, observation_of
@@ -166,7 +166,7 @@ class Game:
                     raise SessionError(ErrorCode.UNKNOWN_TYPE, f"Unknown message type: {request.type}")
         except msgspec.ValidationError as error:
             return SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}").encode()
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNDECODABLE as error:
             return SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}").encode()
         except SessionError as error:
             return error.encode()

@@ -13,7 +13,7 @@ import msgspec
 
 from runner.sessions.game import Game, GameLimits
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import SessionError
+from runner.sessions.messages import UNDECODABLE, SessionError
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
@@ -103,7 +103,7 @@ class PlayerSpans:
         """Begin the span of a request. None: it belongs to no trace."""
         try:
             sent = msgspec.json.decode(payload, type=_Sent)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNDECODABLE:
             return None
         if sent.type not in ("reset", "step"):
             return None

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from runner.sessions.frames import FrameEvents
-from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, encode, observation_message
+from runner.sessions.messages import UNDECODABLE, ErrorCode, LastReset, SessionError, SessionRequest, encode, observation_message
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
@@ -93,7 +93,7 @@ class SessionInstance:
                 request = _decode(payload)
             except msgspec.ValidationError as error:
                 raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}") from None
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except UNDECODABLE as error:
                 raise SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}") from None
             match request.type:
                 case "step":

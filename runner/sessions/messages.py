@@ -20,6 +20,10 @@ from spangrad.episode.openenv_fields import observation_fields
 _Response = TypeVar("_Response")
 
 
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""Errors of decoding a message: text that is no UTF-8, and lists nested too deep, raise Python's own."""
+
+
 class ErrorCode(StrEnum):
     """Code of an error response."""
 

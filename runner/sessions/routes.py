@@ -16,7 +16,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from runner.sessions.frames import FrameEvents
 from runner.sessions.games import Games, PlayerSpans
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
+from runner.sessions.messages import UNDECODABLE, ErrorCode, SessionError, SessionRequest
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import Shards
 from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
@@ -202,7 +202,7 @@ def _is_goodbye(payload: bytes) -> bool:
     """Return whether a player ends its connection."""
     try:
         return msgspec.json.decode(payload, type=SessionRequest).type == "close"
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return False
 
 

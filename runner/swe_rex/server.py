@@ -172,7 +172,7 @@ def _guard(key: str | None) -> Any:
             return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
         except web.HTTPException as error:
             return _refusal(error.status, f"{request.method} {request.path} is not answered here: these are SWE-ReX's routes.")
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             return _refusal(422, f"{request.method} {request.path}: {error}")
 
     return guarded

@@ -154,7 +154,7 @@ class Toolbox:
             raise ToolFailedError(f"there is no tool {name!r}; there are {', '.join(self._actions)}")
         try:
             arguments = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ToolFailedError(f"the arguments are no JSON: {error}") from None
         _, properties, required = _TOOLS[name]
         if not isinstance(arguments, dict) or not set(required) <= arguments.keys() <= properties.keys():

@@ -272,7 +272,7 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
     text = line.decode(errors="replace")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text or None
 
 

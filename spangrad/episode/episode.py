@@ -164,6 +164,6 @@ def _tool_action(name: str, arguments: str) -> ToolAction | None:
     """Return the action of a tool call. None: its arguments are no JSON object."""
     try:
         values = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return ToolAction(name, values) if isinstance(values, dict) else None

@@ -251,6 +251,14 @@ def test_agent_command_with_too_long_last_line_answers_invalid_output(tmp_path: 
         assert host.answer() == answered("a", None, "invalid_output", "the last line of output is longer than 1048576 bytes")
 
 
+def test_agent_command_with_last_line_nested_too_deep_answers_as_with_text(tmp_path: Path) -> None:
+    program = json.dumps([sys.executable, "-c", "print('[' * 100_000)"])
+    with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", program) as host:
+        assert host.answer() == {"ready": True}
+        host.send(job("a", None))
+        assert host.answer()["failure"] == "invalid_output"
+
+
 def test_agent_command_that_system_cannot_start_is_no_failure_of_policy(tmp_path: Path) -> None:
     with OtlpSink() as sink, hosted(tmp_path, sink.url, "--command", '["true"]', "--leased") as host:
         assert host.answer() == {"ready": True}

@@ -332,6 +332,7 @@ async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
                 (400, "PUT /v1/runs/run/demand: Expected `int` >= 0 - at `$.groups`"),
             ]
         )
+        assert (await ask("POST", "/v1/rollouts", '{"rollouts": [{"input": ' + "[" * 100_000))[0] == 400
         async with session.get("/healthz") as answer:
             assert (answer.status, await answer.text()) == (200, "ok\n"), "supervisors have no token"
         async with session.get("/readyz", headers={"Authorization": "Bearer secret"}) as answer:

@@ -189,6 +189,7 @@ async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, t
     assert await tools.call("shell", {"command": "false"}) == "[exit code 1]"
     assert "there is no tool 'nope'" in await tools.call("nope", {})
     assert "no JSON" in await tools.call("shell", "{")
+    assert "no JSON" in await tools.call("shell", "[" * 100_000)
     assert "needs command" in await tools.call("shell", {"code": "x"})
     assert "command must be a string, not 1" in await tools.call("shell", {"command": 1})
     assert "holds a NUL character" in await tools.call("shell", {"command": "echo \0"})
@@ -203,7 +204,7 @@ async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, t
         semconv.GEN_AI_TOOL_CALL_ID: "call-1",
         semconv.GEN_AI_TOOL_RESULT: "x\n",
     }
-    assert [span.status.is_ok for span in (first, failed, *others)] == [True, *[False] * 7]
+    assert [span.status.is_ok for span in (first, failed, *others)] == [True, *[False] * 8]
 
 
 async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: Path) -> None:

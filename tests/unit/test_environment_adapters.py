@@ -115,6 +115,7 @@ def test_openenv_class_without_a_class_of_actions_is_named() -> None:
         ({"x": {"type": "integer"}, "y": {"type": "integer"}}, '```json\n{"x": 1, "y": 2}\n```', {"x": 1, "y": 2}),
         ({"x": {"type": "integer"}, "y": {"type": "integer"}}, "1, 2", None),
         ({"x": {"type": "integer"}, "y": {"type": "integer"}}, '{"z": 1}', None),
+        pytest.param({"x": {"type": "integer"}, "y": {"type": "integer"}}, "[" * 100_000, None, id="deep"),
     ],
 )
 def test_fields_of_text_are_an_action_or_else_a_remedy(properties: dict[str, Any], text: str, fields: dict[str, Any] | None) -> None:
@@ -158,6 +159,7 @@ def test_gymnasium_class_gives_results_of_five_values() -> None:
     assert "Discrete(2)" in environment.system_prompt
     assert environment.reset({"seed": 7}) == [0, 7]
     assert environment.step(environment.parse("1")) == StepResult([1, None], 1.0, False, {"at": 1, "truncated": False})
+    assert environment.parse("[" * 100_000) == environment.parse("5")
     refused = environment.step(environment.parse("5"))
     assert (refused.reward, refused.done) == (None, False)
     assert "Discrete(2)" in refused.observation

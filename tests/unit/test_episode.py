@@ -139,7 +139,7 @@ async def test_context_of_each_reply_begins_with_the_whole_one_before(words: lis
 async def test_tool_calls_are_steps_with_a_response_each() -> None:
     calls = [
         {"id": f"c{n}", "type": "function", "function": {"name": "add", "arguments": arguments}}
-        for n, arguments in enumerate(['{"x": 1}', "[1", '{"x": 2}', '{"x": 3}'])
+        for n, arguments in enumerate(['{"x": 1}', "[" * 100_000, '{"x": 2}', '{"x": 3}'])
     ]
     reply = ModelReply({"role": "assistant", "content": "", "tool_calls": calls}, "tool_calls", "r0", 9)
     outcome = await play(Countdown(TOOLS), Script(iter([reply])), task=2)

@@ -162,6 +162,7 @@ def test_session_errors_have_the_protocols_codes() -> None:
     session = instance(Adder())
     assert code(json.loads(asyncio.run(session.answer(b"{")).payload)) == "INVALID_JSON"
     assert code(json.loads(asyncio.run(session.answer(b"\xff")).payload)) == "INVALID_JSON"
+    assert code(json.loads(asyncio.run(session.answer(b'{"data": {"a": ' + b"[" * 100_000)).payload)) == "INVALID_JSON"
     assert code(json.loads(asyncio.run(session.answer(b'{"data": {}}')).payload)) == "VALIDATION_ERROR"
     assert code(ask(session, "dance")) == "UNKNOWN_TYPE"
     assert code(ask(session, "step", {"value": 1})) == "SESSION_ERROR"

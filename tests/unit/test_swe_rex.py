@@ -33,9 +33,10 @@ class CountingRuntime(RexRuntime):
 
 
 async def asked(url: str, path: str, body: object = None, **headers: str) -> tuple[int, Any]:
+    data = body if isinstance(body, bytes) else json.dumps(body)
     async with (
         aiohttp.ClientSession() as http,
-        http.request("GET" if path == "/is_alive" else "POST", url + path, data=json.dumps(body), headers=headers) as response,
+        http.request("GET" if path == "/is_alive" else "POST", url + path, data=data, headers=headers) as response,
     ):
         return response.status, await response.json()
 
@@ -61,6 +62,7 @@ async def test_rex_server_errors_have_the_form_of_the_protocol() -> None:
             "extra_info": {},
         }
         assert (await asked(server.url, "/run_in_session", {"action_type": "gdb", "command": "true"}))[0] == 422
+        assert (await asked(server.url, "/run_in_session", b'{"x": ' + b"[" * 100_000))[0] == 422
         status, answer = await asked(server.url, "/nowhere")
         assert (status, answer["detail"]) == (404, "POST /nowhere is not answered here: these are SWE-ReX's routes.")
 

@@ -62,7 +62,7 @@ class GymnasiumEnvironment:
         """Return the action that a reply means."""
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = text
         return self._fitting(value, text)
 

@@ -34,7 +34,7 @@ def fields_of_text(schema: Mapping[str, Any], text: str) -> dict[str, Any] | Unu
     properties = properties_of(schema)
     try:
         value = json.loads(_without_fence(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict) and cast("dict[str, Any]", value).keys() <= properties.keys():
         return cast("dict[str, Any]", value)
