@@ -68,7 +68,7 @@ class BuilderError(SpangradError):
 
 
 class RuleError(BuilderError):
-    """A rule that is a Python function could not be evaluated; nothing was written of the rollouts that it was evaluated on."""
+    """A rule, of a Python function or an expression, could not be evaluated; nothing was written of the rollouts that it was for."""
 
 
 class TrainerError(SpangradError):

@@ -127,7 +127,8 @@ class Builder:
 
         Raises:
             BuilderError: a file of the specification was changed since the builder began.
-            RuleError: a Python rule failed; nothing was written of the rollouts that it was evaluated for, and the next pass builds them.
+            RuleError: a Python rule or an expression failed; nothing was written of the rollouts that it was evaluated for, and the next
+                pass builds them.
             StoreError: the store failed; the next pass continues where this one stopped.
         """
         began, summary, self._done = time.monotonic(), Summary(), 0

@@ -58,11 +58,11 @@ def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, 
 def follow(settings: Settings) -> None:
     """Build rollouts as they become complete, until SIGTERM or SIGINT.
 
-    Failures of the store are retried with back-off once it has answered, and those of Python rules after the first pass.
+    Failures of the store are retried with back-off once it has answered, and those of Python rules and expressions after the first pass.
 
     Raises:
         BuilderError: a file of the specification was changed.
-        RuleError: a Python rule fails in the first pass.
+        RuleError: a rule fails in the first pass.
         StoreError: the store does not answer, or refuses the settings, before the first pass.
     """
     with stoppable():

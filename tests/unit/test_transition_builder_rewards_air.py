@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from spangrad.errors import BuilderError, SettingsError
+from spangrad.errors import BuilderError, RuleError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings.sources import load_settings
 from spangrad.types import DropReason, call_id
@@ -247,6 +247,19 @@ def test_expression_rule_reads_columns_of_call(where: str, values: list[float]) 
     assert [rewards.get(span, 0) for span in (first, second)] == [2 * value for value in values]
 
 
+def test_expression_rule_that_cannot_be_evaluated_raises() -> None:
+    spans = SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    calls = [spans.call(spans.span("POST", root)) for _ in range(2)]
+    answers: list[Answer] = [(calls[0], "0.5", []), (calls[1], "half", [])]
+    cast, try_cast = (AirRule(name="e", kind="expression", reward=1, where=f"{name}(Text AS DOUBLE)") for name in ("CAST", "TRY_CAST"))
+    with pytest.raises(RuleError, match=r"the rule 'e' has where = 'CAST\(Text AS DOUBLE\)', which cannot be .* Use TRY_CAST"):
+        built(spans, cast, answers=answers)
+    assert air(built(spans, try_cast, answers=answers)) == [(calls[0], "e", 0.5)]
+    check(spec_of(try_cast))
+
+
 def test_expression_rule_not_finite_drops_as_no_reward() -> None:
     spans = SpanFactory()
     root = spans.root()
@@ -343,6 +356,7 @@ def test_air_rule_with_contradictory_fields_raises(rule: dict[str, object], mess
         (AirRule(name="r", kind="expression", reward=1, where="Second > 1"), "no number over the columns of a call"),
         (AirRule(name="r", kind="expression", reward=1, where="SELECT"), "no number over the columns of a call"),
         (AirRule(name="r", kind="expression", reward=1, where="Tools"), "no number over the columns of a call"),
+        (AirRule(name="r", kind="expression", reward=1, where="CAST(Text AS DOUBLE)"), "Use TRY_CAST, which gives null"),
     ],
 )
 def test_check_rule_that_cannot_be_evaluated_raises(rule: AirRule, message: str) -> None:

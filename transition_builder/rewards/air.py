@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import polars as pl
 
@@ -19,6 +20,7 @@ from spangrad.types import RewardSource
 from transition_builder.frames import concat
 from transition_builder.rewards.precedence import REPORTED, as_reported
 from transition_builder.rewards.rules import calls, functions, tool_requests, tools
+from transition_builder.rewards.rules.calls import USE_TRY_CAST, reason
 from transition_builder.rewards.rules.columns import COLUMNS
 from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import whole
@@ -91,14 +93,30 @@ def _check_columns(rule: AirRule) -> None:
 
 
 def _check_expression(rule: AirRule) -> None:
-    row = pl.DataFrame({name: [None] for name in (*ATTEMPT, *COLUMNS)}, schema={**dict.fromkeys(ATTEMPT, pl.String()), **COLUMNS})
+    schema = {**dict.fromkeys(ATTEMPT, pl.String()), **COLUMNS}
+    calls = pl.DataFrame({name: [None, _ordinary(dtype)] for name, dtype in schema.items()}, schema=schema)
     try:
-        dtype = row.select(pl.sql_expr(rule.where or "").over(ATTEMPT).alias("value")).schema["value"]
-        reason = "" if dtype.is_numeric() or dtype in (pl.Boolean(), pl.Null()) else f"it gives {dtype}"
+        dtype = calls.select(pl.sql_expr(rule.where or "").over(ATTEMPT).alias("value")).schema["value"]
+        fault = "" if dtype.is_numeric() or dtype in (pl.Boolean(), pl.Null()) else f"it gives {dtype}"
+    except pl.exceptions.InvalidOperationError as error:
+        fault = f"{reason(error)}. {USE_TRY_CAST}"
     except pl.exceptions.PolarsError as error:
-        reason = str(error).strip().splitlines()[0]
-    if reason:
+        fault = reason(error)
+    if fault:
         raise BuilderError(
-            f"the rule {rule.name!r} has where = {rule.where!r}, which is no number over the columns of a call: {reason}. "
+            f"the rule {rule.name!r} has where = {rule.where!r}, which is no number over the columns of a call: {fault.rstrip('.')}. "
             f"The columns are {', '.join(COLUMNS)}."
         )
+
+
+def _ordinary(dtype: object) -> Any:
+    """Return a value as calls have it: of texts one that is no number."""
+    match dtype:
+        case pl.List(inner=inner):
+            return [_ordinary(inner)]
+        case pl.Struct(fields=fields):
+            return {field.name: _ordinary(field.dtype) for field in fields}
+        case pl.String():
+            return "x"
+        case _:
+            return 1

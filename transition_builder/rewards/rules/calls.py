@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import polars as pl
 
+from spangrad.errors import RuleError
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import whole
@@ -12,6 +13,7 @@ from transition_builder.schemas import ATTEMPT, SPAN
 
 JSON = "json"
 """Form of a text that is JSON."""
+USE_TRY_CAST = "Use TRY_CAST, which gives null, for a CAST of a text that may not be a number."
 
 
 def latency(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
@@ -33,16 +35,29 @@ def expression(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return the value of rule.where for each call, times the reward; calls for which it is null get nothing.
 
     Aggregates are over the calls of the attempt, so that nothing depends on what else is built at the same time.
+
+    Raises:
+        RuleError: the expression has no value for some call, such as CAST of a text that is no number.
     """
     value = pl.sql_expr(rule.where or "").cast(pl.Float64).over(ATTEMPT)
-    return rule_input.columns.select("CallId", *SPAN, Value=value * rule.reward).filter(
-        pl.col("Value").is_not_null() & (pl.col("Value") != 0)
-    )
+    try:
+        values = rule_input.columns.select("CallId", *SPAN, Value=value * rule.reward)
+    except pl.exceptions.PolarsError as error:
+        raise RuleError(
+            f"the rule {rule.name!r} has where = {rule.where!r}, which cannot be evaluated for some calls: {reason(error)}. "
+            f"{USE_TRY_CAST} Nothing was written of the rollouts that it was evaluated for."
+        ) from error
+    return values.filter(pl.col("Value").is_not_null() & (pl.col("Value") != 0))
 
 
 def sql(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Return the values of the file rule.where for calls, times the reward."""
     return rule_input.sql.filter(pl.col("Name") == rule.where).select("CallId", *SPAN, Value=pl.col("Value") * rule.reward)
+
+
+def reason(error: pl.exceptions.PolarsError) -> str:
+    """Return the first line of an error's text."""
+    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def _is_json(text: str) -> bool:
