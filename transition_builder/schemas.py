@@ -50,7 +50,8 @@ SPANS: Schema = {
     "StatusMessage": _TEXT,
     "Attributes": pl.Map(pl.String(), pl.String()),
 }
-"""Rows of spangrad_internal.rollout_spans: spans, and evaluation events and logs, whose EventIndex tells those of one span apart."""
+"""Rows of spangrad_internal.rollout_spans: spans, and evaluation events and logs, whose EventIndex tells those of one span apart. Duration
+is 0 where the clock was set back inside the span."""
 
 NAMING = ["RunId", "RolloutKey", "RolloutKeySource", "Attempt"]
 """Columns by which a row names its rollout."""

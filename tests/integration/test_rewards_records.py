@@ -226,6 +226,24 @@ def test_air_rules_count_records_delivered_twice_once(store: StoreSettings, run:
     assert rewards(store, run) == [(0, "events", 1.0), (0, "logs", 1.0), (1, "events", 1.0), (1, "logs", 2.0)]
 
 
+def test_air_rules_take_span_that_ends_before_its_start_for_one_of_no_time(store: StoreSettings, run: str) -> None:
+    spans = SpanFactory(run=run)
+    root = spans.root(rollout := f"{run}-r", calls=1)
+    spans.evaluation(root, 1.0)
+    agent = spans.span("agent", root, rollout=rollout, kind="AGENT")
+    spans.call(spans.span("POST", agent, rollout=rollout), rollout=rollout)
+    spans.spans[-1]["Duration"] = -(10**9)
+    spans.span("read", agent, rollout=rollout, kind="TOOL", Attributes={"tool.name": "read"}, Duration=-(10**9))
+    post(store, spans.otlp())
+    rules = (
+        AirRule(name="slow", kind="latency", reward=-1, seconds=60),
+        AirRule(name="seconds", kind="expression", reward=1, where="Seconds + 1 + ARRAY_LENGTH(ToolLogBodies)"),
+    )
+    build(settings_of(store, run, *rules), run)
+    assert rewards(store, run) == [(0, "seconds", 1.0)]
+    assert rows(store, f"SELECT Duration FROM spangrad.tool_calls WHERE RunId = '{run}'") == [(0,)]
+
+
 def test_air_late_log_record_makes_no_revision(store: StoreSettings, run: str) -> None:
     agent(store, run)
     rule = AirRule(name="severity", kind="expression", reward=1, where="ToolLogSeverity")

@@ -26,7 +26,7 @@ def times(nodes: pl.DataFrame) -> pl.DataFrame:
         Process=pl.when(named).then("ProcessId").otherwise(pl.lit(_FOREIGN) + pl.col("ServiceName")),
         Seq=pl.when(numbered).then(pl.col("Seq").cast(pl.Int128)).otherwise(start),
         Start=start,
-        End=start + pl.col("Duration").cast(pl.Int64, strict=False).fill_null(0),
+        End=start + pl.col("Duration").cast(pl.Int64).fill_null(0),
     )
 
 
