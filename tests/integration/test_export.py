@@ -204,6 +204,15 @@ def test_export_dropped_calls_without_ids_gives_their_text(store: StoreSettings,
         write(world, "sft", tmp_path / "d.jsonl", dropped=(DropReason.ABORTED,))
 
 
+def test_export_half_of_surrogate_pair_is_written_as_replacement(store: StoreSettings, tmp_path: Path) -> None:
+    world = StoredRollouts(store, "ex-surrogate")
+    world.call("r0", *chat([user("cut \ud83d")], "fine \U0001f600"), reward=1.0)
+    world.commit()
+    write(world, "sft", tmp_path / "out.jsonl")
+    (row,) = lines(tmp_path / "out.jsonl")
+    assert row["messages"] == [user("cut \ufffd"), {**assistant("fine \U0001f600"), "weight": 1}]
+
+
 def test_export_return_of_rollout_without_kept_calls_is_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-revised")
     times = list[datetime]()

@@ -240,6 +240,13 @@ def test_read_gen_ai_parts() -> None:
     assert read(SpanText(attributes), 0) == Dialogue(prompt, HELLO, [ADD])
 
 
+def test_read_half_of_surrogate_pair_is_replaced() -> None:
+    emoji = "\U0001f600 \\ud83d"  # a whole pair, and what only looks like an escape
+    request, response = {"messages": [{"role": "user", "content": "cut \ud83d here"}]}, {"choices": [{"message": {"content": emoji}}]}
+    span = SpanText({"spangrad.request.json": json.dumps(request), "spangrad.response.json": json.dumps(response)})
+    assert read(span, 0) == Dialogue([{"role": "user", "content": "cut \ufffd here"}], {"role": "assistant", "content": emoji}, [])
+
+
 def test_read_redacted_missing_or_broken_text_raises_distinct_errors() -> None:
     with pytest.raises(RedactedError):
         read(SpanText({**SPANS["gateway"][0], "spangrad.redacted": "true"}), 0)
@@ -314,6 +321,8 @@ def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
     (conversation,) = of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [ADD])])
     assert (conversation.messages, conversation.trained) == ([HI, sent, HI, HELLO], [False, True, False, True])
     assert len(of_messages([([HI], sent, [ADD]), ([HI, back, HI], HELLO, [])])) == 2
+    deep = {"role": "assistant", "content": "", "tool_calls": [call("[" * 100_000)]}
+    assert len(of_messages([([HI], deep, []), ([HI, deep, HI], HELLO, [])])) == 1
 
 
 @given(
@@ -321,8 +330,6 @@ def test_conversations_of_messages_ignore_spelling_of_arguments() -> None:
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=1, max_size=3)), max_size=8
     )
 )
-    deep = {"role": "assistant", "content": "", "tool_calls": [call("[" * 100_000)]}
-    assert len(of_messages([([HI], deep, []), ([HI, deep, HI], HELLO, [])])) == 1
 def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[int], list[int]]]) -> None:
     tokens = of_tokens(calls)
     assert sorted(at for conversation in tokens for at in conversation.calls) == list(range(len(calls)))

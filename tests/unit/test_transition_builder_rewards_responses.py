@@ -52,6 +52,11 @@ def test_parse_response_of_each_dialect(name: str, expected: list[tuple[int, str
         ('{"content":[{"type":"tool_use","name":"f","input":{},"partial_json":"{\\"a"}]}', [(0, "", [("f", '{"a')])]),
         ('{"output":[{"type":"web_search_call"},{"type":"message","content":"a"}]}', [(0, "a", [])]),
         ('{"content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}', [(0, "a\nb", [])]),
+        ('{"choices":[{"message":{"content":"a\\ud83d","tool_calls":null}}]}', [(0, "a\ufffd", [])]),
+        (
+            '{"content":[{"type":"tool_use","name":"f","input":{"a":"\\ude00"}},{"type":"text","text":"\\ud83d\\ude00"}]}',
+            [(0, "\U0001f600", [("f", '{"a": "\ufffd"}')])],
+        ),
         ('{"output":[{"type":"reasoning","content":[{"type":"text","text":"hm"}]},{"type":"message","content":"a"}]}', [(0, "a", [])]),
     ],
 )
@@ -60,7 +65,11 @@ def test_parse_response_of_older_forms(text: str, expected: list[tuple[int, str,
 
 
 @pytest.mark.parametrize(
-    "text", ["", "hello", "{", "[]", "null", '{"choices":1}', '{"choices":[1]}', '{"choices":[{"message":{"tool_calls":[{}]}}]}']
+    "text",
+    [
+        *("", "hello", "{", "[]", "null", '{"choices":1}', '{"choices":[1]}', '{"choices":[{"message":{"tool_calls":[{}]}}]}'),
+        *(f'{{"choices":[{{"index":{index},"message":{{"content":"a"}}}}]}}' for index in ("-1", "65536", "Infinity", "[]")),
+    ],
 )
 def test_parse_response_without_answer_has_no_rows(text: str) -> None:
     assert parse(text) == []

@@ -22,6 +22,7 @@ CUT = frozenset({"length", "max_tokens", "max_output_tokens", "incomplete"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "summary_text", "reasoning_text"})
 _ITEMS = frozenset({"message", "function_call", "function_call_output", "reasoning"})
 """Items of OpenAI's responses that are messages or parts of some."""
+_LARGEST_INDEX = 2**16 - 1
 
 
 class UnreadableError(ValueError):
@@ -84,7 +85,7 @@ def replies(answer: object) -> dict[int, Reply]:
         case {"choices": [*choices]}:
             items = [_dict(item) for item in choices]
             return {
-                int(item.get("index", index)): Reply([_of_choice(item)], item.get("finish_reason") in CUT)
+                choice_index(item.get("index", index)): Reply([_of_choice(item)], item.get("finish_reason") in CUT)
                 for index, item in enumerate(items)
             }
         case {"output": [*items]}:
@@ -102,6 +103,21 @@ def replies(answer: object) -> dict[int, Reply]:
             }
         case _:
             return {}
+
+
+def choice_index(given: object) -> int:
+    """Return the index of a choice.
+
+    Raises:
+        UnreadableError: it is no number from 0 to 65535, which the store holds.
+    """
+    try:
+        index = int(cast("Any", given))
+    except (TypeError, ValueError, OverflowError):
+        index = -1
+    if not 0 <= index <= _LARGEST_INDEX:
+        raise UnreadableError(f"a choice has the index {given!r}")
+    return index
 
 
 def _of_choice(choice: Mapping[str, Any]) -> Message:

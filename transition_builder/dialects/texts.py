@@ -1,6 +1,6 @@
 """Text of a call, extracted from its span: the one reader of prompts and responses in every convention.
 
-Invariant: the first source that holds both request and response is used alone; sources are never mixed.
+Invariant: the first source that holds both request and response is used alone; sources are never mixed. Every text is valid Unicode.
 
 Sources, in this order: the gateway's request and response; the bodies that instrumentations of clients keep (`input.value`,
 `output.value`); OpenInference's numbered messages; gen_ai's message attributes, on the span or its event; Traceloop's numbered prompts;
@@ -24,6 +24,7 @@ from transition_builder.dialects.messages import (
     Tool,
     UnreadableError,
     chat_message,
+    choice_index,
     dialogue,
     message,
     part_messages,
@@ -42,6 +43,8 @@ ATTRIBUTES = (
 EVENTS = r"^gen_ai\.((system|user|assistant|tool)\.message|choice|content\.(prompt|completion)|client\.inference\.operation\.details)$"
 """Regular expression of the events and log records that may hold a text."""
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Pattern of the escape of a surrogate."""
 _FIRST_INDEX = re.compile(r"(\d+)\.(.*)")
 _PAIRS = (
     (semconv.OPENINFERENCE_INPUT, semconv.OPENINFERENCE_OUTPUT),
@@ -241,7 +244,7 @@ def _events(span: SpanText, choice: int) -> Dialogue | None:
         if kind == "choice":
             inner = fields.get("message")
             reply = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {"content": inner, "tool_calls": fields.get("tool_calls")}
-            answers[int(fields.get("index") or 0)] = chat_message(_reply(reply)), fields.get("finish_reason") in CUT
+            answers[choice_index(fields.get("index") or 0)] = chat_message(_reply(reply)), fields.get("finish_reason") in CUT
         else:
             prompt.append(chat_message({**fields, "role": kind, "tool_call_id": fields.get("id") if kind == "tool" else None}))
     return Dialogue(prompt, answers[choice][0], [], answers[choice][1]) if prompt and choice in answers else None
@@ -337,9 +340,14 @@ def _is_cut(attributes: Mapping[str, str], choice: int) -> bool:
 
 
 def _json(written: str | None) -> Any:
-    """Return the value of a JSON text; None where it is none."""
+    """Return the value of a JSON text, with U+FFFD for each surrogate without its other half; None where it is none."""
     try:
-        return json.loads(written) if written else None
+        value = json.loads(written) if written else None
+        if written and _SURROGATE.search(written):
+            # Agents cut texts inside a pair: JSON holds a half of one as an escape, and UTF-8 has no place for it.
+            plain = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            value = json.loads(plain)
+        return value
     except (ValueError, RecursionError):
         return None
 
