@@ -167,6 +167,28 @@ def test_describe_gives_request_facts_of_convention() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("reasons", "reason"),
+    [
+        *((reasons, "") for reasons in ("[]", "[ ]", '[""]', "[null]", "null", "", "[")),
+        *((reasons, "stop") for reasons in ('["stop"]', '[ "stop", null]', "stop", '"stop"', "[stop]")),
+    ],
+)
+def test_calls_with_empty_list_of_finish_reasons_are_aborted(reasons: str, reason: str) -> None:
+    spans = SpanFactory()
+    span = spans.client("", Attributes={"gen_ai.response.finish_reasons": reasons})
+    spans.answer(span, FinishReason="")
+    frames = spans.frames()
+    calls = dialects.calls(dialects.describe(frames.spans.with_columns(RolloutId="RolloutKey")), frames.answers)
+    assert calls.select("FinishReason", "Aborted").rows() == [(reason, not reason)]
+
+
+def test_calls_with_empty_list_of_finish_reasons_report_another_attribute() -> None:
+    attributes = {"gen_ai.request.model": "m", "gen_ai.response.finish_reasons": "[]", "gen_ai.completion.0.finish_reason": "length"}
+    calls = dialects.calls(dialects.describe(frame(ConventionSpan("a", "chat m", attributes))), empty(ANSWERS))
+    assert calls["FinishReason"].to_list() == ["length"]
+
+
 def test_asked_tools_gives_tool_calls_of_answers() -> None:
     parts = (
         '[{"role":"assistant","parts":[{"type":"tool_call","id":"call_2","name":"f","arguments":{}},{"type":"tool_call","id":"call_3"}]}]'

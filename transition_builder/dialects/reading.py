@@ -215,8 +215,8 @@ def of_json(text: pl.Expr, *fields: str) -> pl.Expr:
 
 
 def first_of_list(text: pl.Expr) -> pl.Expr:
-    """Return the first text in a JSON list; the text itself where it is no list."""
-    return text.str.extract(r'^\s*\[?\s*"?([^"\],]+)')
+    """Return the first text in a JSON list, null where that is empty, `""` or `null`; the text itself where it is no list."""
+    return text.str.extract(r'^\s*(?:\[\s*)?"?\s*([^"\[\],\s][^"\],]*)').replace("null", None)
 
 
 def unquoted(text: pl.Expr) -> pl.Expr:

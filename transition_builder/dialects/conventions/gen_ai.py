@@ -27,6 +27,13 @@ ARGUMENTS = (
     "tool_arguments",
 )
 RESULTS = (semconv.GEN_AI_TOOL_RESULT, "gcp.vertex.agent.tool_response", "gen_ai.tool.message", "tool_response")
+FINISH_REASONS = (
+    semconv.GEN_AI_FINISH_REASONS,
+    "gen_ai.response.finish_reason",
+    "gen_ai.completion.0.finish_reason",
+    "llm.response.finish_reason",
+    "llm.response.stop_reason",
+)
 
 
 def read(attributes: AttributeColumns) -> Reading:
@@ -58,13 +65,5 @@ def read(attributes: AttributeColumns) -> Reading:
         response_id=attributes.first(semconv.GEN_AI_RESPONSE_ID),
         input_tokens=attributes.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
         output_tokens=output,
-        finish=first_of_list(
-            attributes.first(
-                semconv.GEN_AI_FINISH_REASONS,
-                "gen_ai.response.finish_reason",
-                "gen_ai.completion.0.finish_reason",
-                "llm.response.finish_reason",
-                "llm.response.stop_reason",
-            )
-        ),
+        finish=pl.coalesce(first_of_list(attributes(name)) for name in FINISH_REASONS),
     )
