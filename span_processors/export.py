@@ -2,8 +2,8 @@
 
 In: spans that ended, from the OpenTelemetry SDK. Out: OTLP/HTTP requests (protobuf) of bounded size.
 Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), and otherwise only counted as lost: refused
-for good (4xx), without room in a full queue, or without time at the process's end. No caller waits longer than the
-limits below.
+for good (4xx), not sendable, without room in a full queue, or without time at the process's end. No caller waits longer
+than the limits below.
 
 Used inside of agents' processes, by the runner and by the trainer, so it imports the standard library and
 OpenTelemetry only.
@@ -11,6 +11,7 @@ OpenTelemetry only.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -160,7 +161,7 @@ class LosslessQueue(ABC, Generic[_T]):
 
     @property
     def lost(self) -> int:
-        """Return the number of spans lost so far: refused, without room, or without time."""
+        """Return the number of spans lost so far: refused, not sendable, without room, or without time."""
         return self._lost
 
     @property
@@ -234,13 +235,24 @@ class LosslessQueue(ABC, Generic[_T]):
     def _work(self) -> None:
         with suppress_instrumentation():
             while batch := self._next_batch():
-                for body, count in self.encode([span for span, _ in batch]):
-                    self._deliver(body, count)
+                self._send([span for span, _ in batch])
                 with self._changed:
                     self._held_bytes -= sum(size for _, size in batch)
                     self._settled += len(batch)
                     self._in_flight = 0
                     self._changed.notify_all()
+
+    def _send(self, spans: Sequence[_T]) -> None:
+        """Deliver spans, or count them as lost; nothing that is raised ends the thread."""
+        left = len(spans)
+        try:
+            for body, count in self.encode(spans):
+                self._deliver(body, count)
+                left -= count
+        except Exception as error:  # without the thread every later span would be lost, and every flush would wait in vain
+            self._lose(left, f"{type(error).__name__} while they were sent")
+            with contextlib.suppress(Exception):  # a handler of logging may be what failed
+                _logger.error("%d spans for %s are lost: %s while they were sent", left, self.url, type(error).__name__)
 
     def _next_batch(self) -> list[tuple[_T, int]]:
         """Wait for spans, then for others to join them; empty when there will be none."""

@@ -54,8 +54,13 @@ class Poster:
         kept = self._connection is not None
         try:
             status, after, answer = self._exchange(body)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             self._connection = None
+            # A failure of TLS may be a ValueError too.
+            if isinstance(error, ValueError | http.client.InvalidURL) and not isinstance(error, OSError):
+                # The error's own text may show a header's value, which is a secret.
+                remedy = "fix the host, port and path of the URL, and the headers"
+                return OtlpRefusal(f"no request can be made ({type(error).__name__}): {remedy}", retry=False)
             if kept:  # the endpoint may have closed an idle connection, which says nothing about its health
                 return self(body)
             return OtlpRefusal(f"{type(error).__name__}: {error}", retry=True)

@@ -27,6 +27,13 @@ def emit(provider: TracerProvider, count: int, **attributes: str) -> None:
         tracer.start_span(f"span-{number}", attributes=attributes).end()
 
 
+def flush_seconds(provider: TracerProvider) -> float:
+    """Return the seconds that a flush took, which had to send or count every span."""
+    started = time.monotonic()
+    assert provider.force_flush(5000)
+    return time.monotonic() - started
+
+
 def test_lossless_span_processor_sends_spans_whole_with_headers() -> None:
     with OtlpSink() as sink:
         provider = tracer_provider("unit", sink.url, {**bearer("secret"), **parse_headers("x-team=a%20b")})
@@ -178,6 +185,48 @@ def test_lossless_span_processor_invalid_span_affects_no_other(monkeypatch: pyte
         emit(provider, 2)
         assert provider.force_flush()
         assert ([span.name for span in sink.spans], processor.lost) == (["span-0", "span-1"], 1)
+        provider.shutdown()
+
+
+UNSENDABLE = [
+    pytest.param("http://127.0.0.1:9", {"authorization": "Bearer t0ken\n"}, id="newline in a header"),
+    pytest.param("http://127.0.0.1:9", {"authorization": "Bearer t0ken\u20ac"}, id="header outside of Latin-1"),
+    pytest.param("http://collector..svc", bearer("t0ken"), id="empty label in the host"),
+    pytest.param("http://127.0.0.1:9/f\u00fcr", bearer("t0ken"), id="letter outside of ASCII in the path"),
+    pytest.param("http://127.0.0.1:9/a b", bearer("t0ken"), id="space in the path"),
+    pytest.param("http://127.0.0.1:99999", bearer("t0ken"), id="port out of range"),
+]
+
+
+@pytest.mark.parametrize(("url", "headers"), UNSENDABLE)
+def test_lossless_span_processor_unsendable_request_counts_lost_spans(
+    url: str, headers: dict[str, str], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor = LosslessSpanProcessor(traces_url(url), headers)
+    provider = provider_with(processor)
+    for lost in (1, 2):
+        emit(provider, 1)
+        assert flush_seconds(provider) < 2
+        assert processor.lost == lost
+    provider.shutdown()
+    shown = capsys.readouterr().err + caplog.text + processor.lost_because
+    assert "no request can be made" in shown
+    assert "t0ken" not in shown
+
+
+def test_lossless_span_processor_any_exception_counts_lost_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = provider_with(processor)
+        with monkeypatch.context() as patch:
+            patch.setattr(processor, "encode", lambda spans: 1 / 0)
+            patch.setattr(logging.Logger, "handle", lambda *args: 1 / 0)
+            emit(provider, 2)
+            assert flush_seconds(provider) < 2
+        emit(provider, 1)
+        assert flush_seconds(provider) < 2
+        lost = processor.lost, processor.lost_because
+        assert ([span.name for span in sink.spans], lost) == (["span-0"], (2, "ZeroDivisionError while they were sent"))
         provider.shutdown()
 
 
