@@ -172,26 +172,25 @@ class LosslessQueue(ABC, Generic[_T]):
     def put(self, span: _T, size: int) -> None:
         """Queue a span of so many bytes; wait a bounded time when the queue is full, then count it as lost."""
         with self._changed:
-            if self._closed or not self._room_for(size) or not self._start_thread():
-                self._lose(1, "there was no room for them, or no time")
+            has_room = self._room_for(size)
+            newly_full = not has_room and not self._saturated
+            self._saturated = not has_room
+            if not self._closed and has_room and self._start_thread():
+                self._queue.append((span, size))
+                self._held_bytes += size
+                self._accepted += 1
+                if len(self._queue) == 1 or self._held_bytes >= self._batch_bytes:
+                    self._changed.notify_all()
                 return
-            self._queue.append((span, size))
-            self._held_bytes += size
-            self._accepted += 1
-            if len(self._queue) == 1 or self._held_bytes >= self._batch_bytes:
-                self._changed.notify_all()
+            self._lose(1, "there was no room for them, or no time")
+        if newly_full:  # not under the lock: a handler of logging may wait for a thread that ends a span
+            _logger.warning("the queue for %s is full (%d bytes): spans are dropped until there is room", self.url, self._held_bytes)
 
     def _room_for(self, size: int) -> bool:
         def room() -> bool:
-            return self._held_bytes == 0 or self._held_bytes + size <= self._queue_bytes
+            return self._closed or self._held_bytes == 0 or self._held_bytes + size <= self._queue_bytes
 
-        if not room() and (self._saturated or not self._changed.wait_for(room, self._full_wait_seconds)):
-            if not self._saturated:
-                _logger.warning("the queue for %s is full (%d bytes): spans are dropped until there is room", self.url, self._held_bytes)
-            self._saturated = True
-            return False
-        self._saturated = False
-        return True
+        return room() or (not self._saturated and self._changed.wait_for(room, self._full_wait_seconds))
 
     def _start_thread(self) -> bool:
         if self._thread is None:

@@ -147,6 +147,56 @@ def test_lossless_span_processor_full_queue_delays_once_then_drops(capsys: pytes
     assert processor.lost == 50
 
 
+def test_lossless_span_processor_full_queue_logs_without_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    provider = provider_with(
+        LosslessSpanProcessor(f"http://127.0.0.1:{port}/v1/traces", queue_bytes=600, full_wait_seconds=0.05, shutdown_seconds=0.1)
+    )
+    inside = threading.Event()
+
+    class SpanHandler(logging.Handler):
+        """Handler that ends a span for each record; its lock is one that the end of Python does not wait for."""
+
+        def createLock(self) -> None:  # noqa: N802
+            self.lock = None
+            self.turn = threading.RLock()
+
+        def emit(self, record: logging.LogRecord) -> None:
+            with self.turn:
+                inside.set()
+                time.sleep(0.3)  # the other thread finds the queue full in this time
+                emit(provider, 1)
+
+    def fill() -> None:
+        inside.wait()
+        emit(provider, 10)
+
+    handler = SpanHandler()
+    other = logging.getLogger("agent")
+    for logger in (other, logging.getLogger("span_processors.export")):
+        monkeypatch.setattr(logger, "handlers", [handler])
+    threads = [threading.Thread(target=target, daemon=True) for target in (fill, lambda: other.warning("in the handler"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not [thread for thread in threads if thread.is_alive()]
+    provider.shutdown()
+
+
+def test_lossless_span_processor_put_while_closing_counts_lost() -> None:
+    with OtlpSink(refusals=[(503, {"retry-after": "30"})]) as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url), queue_bytes=600, full_wait_seconds=10, shutdown_seconds=0)
+        provider = provider_with(processor)
+        emit(provider, 1, text="x" * 400)
+        waiting = threading.Thread(target=emit, args=(provider, 1), kwargs={"text": "x" * 400}, daemon=True)
+        waiting.start()
+        time.sleep(0.5)  # it waits for room
+        provider.shutdown()
+        waiting.join(5)
+        assert (waiting.is_alive(), processor.lost) == (False, 2)
+
+
 def test_lossless_span_processor_concurrent_flushes_share_requests() -> None:
     with OtlpSink() as sink:
         provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60))
