@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,11 +43,12 @@ def environment(endpoint: str, **more: str) -> dict[str, str]:
     return {**kept, **quick, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, **more}
 
 
-def start(program: str, directory: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+def start(program: str, directory: Path, env: dict[str, str], wrapper: Sequence[str] = ()) -> subprocess.Popen[str]:
     file = directory / "agent.py"
     file.write_text(textwrap.dedent(program))
     instrument = str(Path(sys.executable).with_name("opentelemetry-instrument"))
-    return subprocess.Popen([instrument, sys.executable, str(file)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [*wrapper, instrument, sys.executable, str(file)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -96,6 +99,28 @@ def test_autoload_sigterm_flushes_spans_and_ends_process(tmp_path: Path) -> None
         process.terminate()
         assert finish(process) == (-signal.SIGTERM, "", "")
         assert [span.name for span in sink.spans] == ["last words"]
+
+
+def test_autoload_sigterm_in_first_process_of_container_is_outlived(tmp_path: Path) -> None:
+    namespace = ["unshare", "--map-root-user", "--pid", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine allows no PID namespace: allow user namespaces, and install util-linux")
+    program = """
+        import os, signal
+        from opentelemetry import trace
+        tracer = trace.get_tracer("agent")
+        tracer.start_span("before").end()
+        os.kill(os.getpid(), signal.SIGTERM)
+        tracer.start_span("after").end()
+        print(os.getpid(), flush=True)
+        if not os.fork():
+            tracer.start_span("child").end()
+            os.kill(os.getpid(), signal.SIGTERM)
+        print(os.WTERMSIG(os.wait()[1]))
+    """
+    with OtlpSink() as sink:
+        assert finish(start(program, tmp_path, environment(sink.url), namespace)) == (0, f"1\n{signal.SIGTERM:d}\n", "")
+        assert sorted(span.name for span in sink.spans) == ["after", "before", "child"]
 
 
 def test_autoload_keeps_sigterm_handler_of_agent(tmp_path: Path) -> None:
