@@ -100,8 +100,17 @@ class SequenceSpanProcessor(SpanProcessor):
     """Writes `spangrad.process.id` and `spangrad.seq` on every span as it starts."""
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Stamp the span."""
-        span.set_attributes(SEQUENCE.next())
+        """Stamp the span, which starts all the same where its context cannot be read."""
+        try:
+            span.set_attributes(SEQUENCE.next())
+            span.set_attributes(self.context_attributes(parent_context))
+        except Exception as error:  # an agent's context may hold anything
+            _logger.warning("a span starts without the attributes of its context: %s", error)
+
+    def context_attributes(self, context: Context | None) -> Mapping[str, str | int]:
+        """Return the attributes that a span gets of the context in which it starts."""
+        del context
+        return {}
 
 
 class LosslessQueue(ABC, Generic[_T]):
@@ -313,8 +322,13 @@ class LosslessSpanProcessor(LosslessQueue[ReadableSpan], SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span."""
         context = span.get_span_context()
-        if context is not None and context.trace_flags.sampled:
-            self.put(span, approximate_bytes(span))
+        if context is None or not context.trace_flags.sampled:
+            return
+        try:
+            size = approximate_bytes(span)
+        except Exception:  # an agent may name a span anything: that is for the encoder to refuse
+            size = self._batch_bytes
+        self.put(span, size)
 
     def encode(self, spans: Sequence[ReadableSpan]) -> Iterator[tuple[bytes, int]]:
         """Yield one body, unless a span that cannot be encoded must be separated."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import Span
 
 from span_processors.context import rollout_attributes
 from span_processors.export import SequenceSpanProcessor
@@ -23,7 +22,6 @@ class RolloutSpanProcessor(SequenceSpanProcessor):
         """`process` holds the attributes that the process was started with; see `context.process_attributes`."""
         self._process = dict(process)
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Write the rollout's attributes, then the process and the number."""
-        super().on_start(span, parent_context)
-        span.set_attributes(rollout_attributes(parent_context, self._process))
+    def context_attributes(self, context: Context | None) -> Mapping[str, str | int]:
+        """Return the attributes of the rollout."""
+        return rollout_attributes(context, self._process)

@@ -7,16 +7,18 @@ import threading
 import time
 
 import pytest
+from opentelemetry import baggage
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import Link, SpanContext
 
-from span_processors.export import LosslessSpanProcessor, parse_headers, tracer_provider, traces_url
+from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, parse_headers, tracer_provider, traces_url
+from span_processors.rollout import RolloutSpanProcessor
 from spangrad.http.service import bearer
 from spangrad.processes import free_ports
-from spangrad.semconv import PROCESS_ID, SEQ
+from spangrad.semconv import PROCESS_ID, ROLLOUT_ATTEMPT, SEQ
 from tests.support.otlp import OtlpSink
 from tests.support.spans import provider_with
 
@@ -238,6 +240,31 @@ def test_lossless_span_processor_invalid_span_affects_no_other(monkeypatch: pyte
         provider.shutdown()
 
 
+def test_lossless_span_processor_name_of_another_type_ends_span() -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url))
+        provider = provider_with(processor)
+        provider.add_span_processor(SequenceSpanProcessor())
+        tracer = provider.get_tracer("test")
+        for name in (None, 5, "last"):
+            tracer.start_span(name).end()  # type: ignore[arg-type]
+        assert provider.force_flush()
+        assert ([span.name for span in sink.spans], processor.lost) == (["", "last"], 1)
+        provider.shutdown()
+
+
+def test_rollout_span_processor_unreadable_context_starts_span(caplog: pytest.LogCaptureFixture) -> None:
+    with OtlpSink() as sink:
+        provider = provider_with(LosslessSpanProcessor(traces_url(sink.url)))
+        provider.add_span_processor(RolloutSpanProcessor({}))
+        attempt = baggage.set_baggage(ROLLOUT_ATTEMPT, "9" * 5000)  # more digits than Python reads
+        provider.get_tracer("test").start_span("span", attempt).end()
+        assert provider.force_flush()
+        assert [sorted(span.attributes) for span in sink.spans] == [[PROCESS_ID, SEQ]]
+        assert "a span starts without the attributes of its context" in caplog.text
+        provider.shutdown()
+
+
 UNSENDABLE = [
     pytest.param("http://127.0.0.1:9", {"authorization": "Bearer t0ken\n"}, id="newline in a header"),
     pytest.param("http://127.0.0.1:9", {"authorization": "Bearer t0ken\u20ac"}, id="header outside of Latin-1"),
@@ -265,12 +292,15 @@ def test_lossless_span_processor_unsendable_request_counts_lost_spans(
 
 
 def test_lossless_span_processor_any_exception_counts_lost_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError
+
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
         provider = provider_with(processor)
         with monkeypatch.context() as patch:
-            patch.setattr(processor, "encode", lambda spans: 1 / 0)
-            patch.setattr(logging.Logger, "handle", lambda *args: 1 / 0)
+            patch.setattr(processor, "encode", fail)
+            patch.setattr(logging.Logger, "handle", fail)
             emit(provider, 2)
             assert flush_seconds(provider) < 2
         emit(provider, 1)
