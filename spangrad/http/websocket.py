@@ -1,6 +1,6 @@
 """Blocking WebSocket client, with the standard library alone.
 
-In: a ws or http URL, texts. Out: texts. Invariant: each wait is bounded; pings are answered while a text is awaited.
+In: a ws or http URL, texts. Out: texts. Invariant: each wait is bounded, whatever frames come; pings are answered while a text is awaited.
 
 Source: RFC 6455.
 """
@@ -13,6 +13,7 @@ import os
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -35,11 +36,12 @@ class WebSocket:
         Args:
             url: address; http and https count as ws and wss.
             headers: further headers of the first request.
-            seconds: time limit of the connection, and of each wait for bytes.
+            seconds: time limit of the connection, of the first request, and of each text that is sent or received.
 
         Raises:
             OSError: there is no connection, or the server refuses.
         """
+        self.wait_at_most(seconds)
         parts = urlsplit(url)
         secure = parts.scheme in ("https", "wss")
         port = parts.port or (443 if secure else 80)
@@ -50,6 +52,7 @@ class WebSocket:
                 connection = ssl.create_default_context().wrap_socket(connection, server_hostname=parts.hostname)
             self._connection = connection
             self._buffer = bytearray()
+            self._begin_wait()
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             self.headers = self._shake_hands(f"{parts.hostname}:{port}", path, headers)
             """Headers of the server's answer, by their names in lower case."""
@@ -58,8 +61,8 @@ class WebSocket:
             raise
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the time limit of each later wait for bytes."""
-        self._connection.settimeout(seconds)
+        """Set the time limit of each later text, in seconds."""
+        self._seconds = seconds
 
     def send(self, text: str) -> None:
         """Send a text.
@@ -67,29 +70,32 @@ class WebSocket:
         Raises:
             OSError: the connection is lost.
         """
+        self._begin_wait()
         self._send(_TEXT, text.encode())
 
     def receive(self) -> str | None:
         """Return the next text. None: the server has closed the connection.
 
         Raises:
-            OSError: the connection is lost, or nothing came in time.
+            OSError: the connection is lost, or the text did not come in time.
         """
-        parts: list[bytes] = []
+        self._begin_wait()
+        message = bytearray()
         while True:
-            final, kind, payload = self._frame()
+            final, kind, payload = self._frame(len(message))
             if kind == _PING:
                 self._send(_PONG, payload)
             elif kind == _CLOSE:
                 self._send(_CLOSE, payload[:2])
                 return None
             elif kind != _PONG:
-                parts.append(payload)
+                message += payload
                 if final:
-                    return b"".join(parts).decode()
+                    return message.decode()
 
     def close(self) -> None:
         """Close the connection."""
+        self._begin_wait()
         try:
             self._send(_CLOSE, struct.pack("!H", 1000))
         except OSError:
@@ -107,6 +113,7 @@ class WebSocket:
             "Sec-WebSocket-Version: 13",
             *(f"{name}: {value}" for name, value in headers.items()),
         ]
+        self._limit_wait()
         self._connection.sendall("\r\n".join([*lines, "", ""]).encode())
         while b"\r\n\r\n" not in self._buffer:
             if len(self._buffer) > _HEAD_BYTES:
@@ -133,18 +140,19 @@ class WebSocket:
             head = struct.pack("!BBQ", 0x80 | kind, 0x80 | 127, size)
         repeated = (mask * (size // 4 + 1))[:size]
         masked = (int.from_bytes(payload, "big") ^ int.from_bytes(repeated, "big")).to_bytes(size, "big")
+        self._limit_wait()
         self._connection.sendall(head + mask + masked)
 
-    def _frame(self) -> tuple[bool, int, bytes]:
-        """Return whether a frame is a message's last one, its kind, and its payload."""
+    def _frame(self, message_size: int) -> tuple[bool, int, bytes]:
+        """Return whether a frame is the last one of a message, of which so many bytes are here, its kind, and its payload."""
         first, second = self._take(2)
         size = second & 0x7F
         if size == 126:
             (size,) = struct.unpack("!H", self._take(2))
         elif size == 127:
             (size,) = struct.unpack("!Q", self._take(8))
-        if size > _MESSAGE_BYTES:
-            raise WebSocketError(f"the server sends a message of {size} bytes, more than {_MESSAGE_BYTES}")
+        if message_size + size > _MESSAGE_BYTES:
+            raise WebSocketError(f"the server sends a message of {message_size + size} bytes or more, over the limit of {_MESSAGE_BYTES}")
         return bool(first & 0x80), first & 0x0F, self._take(size)
 
     def _take(self, size: int) -> bytes:
@@ -154,7 +162,18 @@ class WebSocket:
         del self._buffer[:size]
         return taken
 
+    def _begin_wait(self) -> None:
+        self._end = time.monotonic() + self._seconds
+
+    def _limit_wait(self) -> None:
+        """Give the socket the time that is left, since its own limit begins anew with each frame."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"the server took more than {self._seconds:g} s")
+        self._connection.settimeout(left)
+
     def _read(self) -> None:
+        self._limit_wait()
         data = self._connection.recv(2**16)
         if not data:
             raise WebSocketError("the server has cut the connection")
