@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import Command, agent_spec
+from commands.training.agents import ProgramArguments, agent_spec, command_of
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import PromptError
@@ -106,8 +106,9 @@ def _put(
 @prompt.command(name="optimise")
 def _optimise(
     name: str,
+    program: str | None = None,
     /,
-    *command: Command,
+    *arguments: ProgramArguments,
     tasks: Path,
     held_out: Path | None = None,
     agent: str | None = None,
@@ -129,7 +130,8 @@ def _optimise(
 
     Args:
         name: name of the prompt; the search begins with its published version.
-        command: program of the agent, after `--`, as in `spangrad run`.
+        program: program of the agent, after `--`, as in `spangrad run`.
+        arguments: arguments of the program.
         tasks: file of tasks in JSON lines, each {"task_id": ..., "input": ...}.
         held_out: file of tasks, in the same format, on which candidates are measured. Default: a share of --tasks (prompts.held_out).
         agent: Python callable of the agent, as MODULE:FUNCTION, instead of a command.
@@ -149,6 +151,7 @@ def _optimise(
     log_to_stderr()
     if settings.queue.url is None:
         raise PromptError("set queue.url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
+    command = command_of(program, arguments)
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
     start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, resolve
+from commands.training.agents import ProgramArguments, command_of
 from spangrad.errors import SpangradError
 
 if TYPE_CHECKING:
@@ -23,7 +22,9 @@ _POLL_SECONDS = 0.2
 
 
 def up(
-    *agent: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    agent: str | None = None,
+    /,
+    *arguments: ProgramArguments,
     detach: bool = False,
     queue: bool = False,
     ray: str | None = None,
@@ -38,6 +39,7 @@ def up(
     Args:
         agent: agent to run on rollouts, after `--`: the arguments of `spangrad run --follow-demand` if they name --tasks, else those of
             `spangrad worker`.
+        arguments: further words of the agent.
         detach: return once every service is ready, and leave them running.
         queue: start the queue of rollouts on this machine, at queue.port.
         ray: address of an existing Ray cluster on whose nodes the services run: HOST:PORT of its head, `auto` for the one of this machine,
@@ -48,7 +50,12 @@ def up(
     if queue and settings.queue.url is None:
         overrides.append(f"queue.url=http://127.0.0.1:{settings.queue.port}")
         settings = resolve(config, overrides)
-    words = list(agent) or list(settings.up.agent)
+    words = list(command_of(agent, arguments) or settings.up.agent)
+    if words:
+        from spangrad.cli import app
+        from spangrad.supervisor.training_services import agent_command
+
+        app.parse_args([agent_command(words), *words])  # a wrong option is refused before anything is started
     if detach:
         options = [*options_of(config, overrides), *(["--ray", ray] if ray else [])]
         _detach(settings, options, words)

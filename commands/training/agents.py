@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,13 @@ from spangrad.settings import RunnerSettings
 if TYPE_CHECKING:
     from runner.workers.agents import AgentsBySource, AgentSpec
 
-Command = Annotated[str, Parameter(allow_leading_hyphen=True)]
+ProgramArguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
+"""Words after an agent's program. The program itself has no leading hyphen unless `--` is before it: the parser refuses unknown options."""
+
+
+def command_of(program: str | None, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of a command line from its program on. Empty: it names no program."""
+    return () if program is None else (program, *arguments)
 
 
 def agent_spec(
@@ -47,6 +53,11 @@ def agent_spec(
     evaluator = None if evaluator is None else located(evaluator, directory)
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
         agent, command = command[0], ()
+    elif image is None and len(command) > 1 and _names_function(command[0], directory):
+        raise AgentError(
+            f"{command[0]} is followed by {command[1]!r}, and a file whose function is called gets no arguments. Fix the option's name; or "
+            f"run the file as a program, after `--`: python {split(command[0])[0]} ARGUMENTS."
+        )
     if environment is not None and not (agent or image or command):
         environment = by_openenv(environment)
     if environment is not None and not is_service(environment):
@@ -111,6 +122,12 @@ def _of_handler(settings: RunnerSettings, source: str) -> AgentSpec:
         return replace(spec, on_failure=handler.on_failure and located(handler.on_failure, handler.directory))
     except AgentError as error:
         raise AgentError(f"runner.handlers.{source}: {error}") from error
+
+
+def _names_function(word: str, directory: Path) -> bool:
+    """Return whether a word names a function of a file, or a file that no shell would run by that name."""
+    file, function = split(word)
+    return is_file(word) and (function is not None or ("/" not in file and any((place / file).is_file() for place in (directory, Path()))))
 
 
 def located(reference: str, directory: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import Command, agents_of, on_signals
+from commands.training.agents import ProgramArguments, agents_of, command_of, on_signals
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
@@ -29,7 +29,9 @@ _LINE = 200
 
 
 def run(
-    *command: Command,
+    program: str | None = None,
+    /,
+    *arguments: ProgramArguments,
     tasks: str | None = None,
     agent: str | None = None,
     evaluator: str | None = None,
@@ -51,8 +53,9 @@ def run(
     Without an agent, each task is run by the handler of its data source (runner.handlers).
 
     Args:
-        command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
+        program: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
             its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
+        arguments: arguments of the program.
         tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] written by Dataset.save_to_disk,
             hf:OWNER/NAME[:[CONFIG:]SPLIT] on Hugging Face's hub, or queue:NAME for tasks that a client has uploaded. Required without
             --resume.
@@ -81,6 +84,7 @@ def run(
         )
     if follow_demand and (tasks is None or settings.queue.url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue to which trainers report their demand.")
+    command = command_of(program, arguments)
     agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
     # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
     stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import Command, agents_of, on_signals
+from commands.training.agents import ProgramArguments, agents_of, command_of, on_signals
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 
@@ -21,7 +21,9 @@ _logger = logging.getLogger(__name__)
 
 
 def worker(
-    *command: Command,
+    program: str | None = None,
+    /,
+    *arguments: ProgramArguments,
     agent: str | None = None,
     evaluator: str | None = None,
     environment: str | None = None,
@@ -39,8 +41,9 @@ def worker(
     remaining rollouts to the queue, and exits with code 0. Without an agent, it has all handlers of runner.handlers.
 
     Args:
-        command: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
+        program: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
             its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
+        arguments: arguments of the program.
         agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
         evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
             service.
@@ -55,6 +58,7 @@ def worker(
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "queue.url": queue_url})
     log_to_stderr()
+    command = command_of(program, arguments)
     agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     asyncio.run(_work(settings, agents))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -74,6 +75,12 @@ def page_service(settings: Settings, logs: Path, options: Sequence[str] = ()) ->
     return _factory(logs, options, {})("page", url, ["store"] if store else [])
 
 
+def agent_command(arguments: Sequence[str]) -> str:
+    """Return the command whose arguments these are: `run` if they name --tasks, else `worker`."""
+    options = takewhile(lambda word: word != "--", arguments)  # what follows belongs to the agent's program
+    return "run" if any(word.partition("=")[0] == "--tasks" for word in options) else "worker"
+
+
 def _engines(service: Callable[..., ServiceSpec], settings: Settings, needs: Sequence[str], model: Path) -> list[ServiceSpec]:
     """Return the engine of gateway.engine_url if it is local, or those that register themselves, at successive ports."""
     gateway, engine = settings.gateway, settings.engine
@@ -109,7 +116,7 @@ def _factory(logs: Path, options: Sequence[str], env: Mapping[str, str]) -> Call
 
 def _agents(service: Callable[..., ServiceSpec], needs: Sequence[str], arguments: Sequence[str], settings: Settings) -> list[ServiceSpec]:
     grace, count = settings.runner.drain_seconds + END_SECONDS, settings.up.workers
-    if any(word.partition("=")[0] == "--tasks" for word in arguments):
+    if agent_command(arguments) == "run":
         return [replace(service("run", None, needs, ["--follow-demand", *arguments]), grace_seconds=grace)]
     worker = replace(service("worker", None, needs, arguments), grace_seconds=grace)
     return [worker] if count == 1 else [renamed(worker, f"worker-{number + 1}") for number in range(count)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands.services.up import up
 from commands.training.agents import agent_spec, agents_of
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
@@ -53,6 +55,8 @@ def test_agent_spec_from_each_form_of_arguments(project: Path) -> None:
         (("python", "a.py"), {"agent": "solver.py"}, "name one agent"),
         ((), {"agent": "solver.py", "image": "agent"}, "name one agent"),
         (("other.py",), {}, "other.py is no file. Name the agent's file."),
+        (("solver.py:solve", "--grop-size", "4"), {}, "solver.py:solve is followed by '--grop-size', and a file whose function is called"),
+        (("judge.py", "--x"), {"directory": Path("parts")}, "judge.py is followed by '--x'"),
         ((), {"agent": "solver:a", "evaluator": "no.py:b", "directory": Path("parts")}, "no.py is no file, neither here nor in parts."),
     ],
 )
@@ -88,3 +92,26 @@ def test_run_arguments_accept_file_before_options() -> None:
     assert (bound.args, bound.kwargs) == (("solver.py:solve",), {"tasks": "hf:mine/sums:dev"})
     _, bound, _ = app.parse_args(["worker", "--image", "org/agent:1", "--", "agent", "--fast"])
     assert (bound.args, bound.kwargs) == (("agent", "--fast"), {"image": "org/agent:1"})
+
+
+@pytest.mark.parametrize("command", ["run", "worker", "up", "prompt optimise greeting --tasks t"])
+def test_unknown_option_before_program_exits_2_with_near_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--confg", "f.toml"], ["--confg", "f.toml", "--", "python", "agent.py"], ["--set", "a.b=1", "--confg=f.toml", "python"]):
+        with pytest.raises(SystemExit) as raised:
+            app.parse_args([*command.split(), *words])
+        assert raised.value.code == 2
+        assert re.search(r"Unknown option: --confg\S*. Did you mean --config\?", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("words", ["python a.py --x 1", "-- python a.py --x 1", "--run-id r -- --fast -x", "python -- -x"])
+def test_options_after_program_or_dashes_are_the_agents(words: str) -> None:
+    _, bound, _ = app.parse_args(["run", *words.split()])
+    assert bound.args == tuple(word for word in words.removeprefix("--run-id r ").split() if word != "--")
+
+
+@pytest.mark.parametrize("words", [("--agnet", "a.py:f"), ("--tasks", "t.jsonl", "--agnet", "a.py:f", "--", "python")])
+def test_up_with_unknown_option_of_the_agent_exits_2(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        up(*words, set_=["engine.model=m", "queue.url=http://127.0.0.1:8190"])
+    assert raised.value.code == 2
+    assert "Unknown option: --agnet. Did you mean --agent?" in capsys.readouterr().err

@@ -102,6 +102,8 @@ def test_training_services_follow_settings() -> None:
     assert list(names(queue)) == ["store", "queue", *own[1:]]
     assert names(queue, "--agent", "a.py:f")["worker"] == ("store", "queue", "gateway")
     assert names(queue, "--tasks", "t.jsonl")["run"] == ("store", "queue", "gateway")
+    assert "run" in names(queue, "--tasks=t.jsonl", "--", "python", "agent.py")
+    assert "worker" in names(queue, "--instrument", "--", "python", "agent.py", "--tasks", "t.jsonl")
 
 
 def test_training_services_share_settings_file_and_model() -> None:
