@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -238,8 +239,8 @@ def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Set
         random.Random(settings.prompts.seed).shuffle(mixed)
         count = min(max(1, round(len(mixed) * settings.prompts.held_out)), len(mixed) - 1)
         tasks, held_out = mixed[count:], mixed[:count]
-    names = [task.task_id for task in (*tasks, *held_out)]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(task.task_id for task in (*tasks, *held_out))
+    if repeated := sorted(name for name, count in counts.items() if count > 1):
         raise PromptError(f"task {repeated[0]} is there twice: each task_id names one task, which is either learnt from or held out.")
     return list(tasks), list(held_out)
 

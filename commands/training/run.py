@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,9 +144,11 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     from commands.console import print_table
 
     greedy = ["greedy"] if any(outcome.mode is Mode.GREEDY for outcome in outcomes) else []
+    by_task: defaultdict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_task[outcome.task_id].append(outcome)
     rows: list[tuple[object, ...]] = []
-    for task_id in dict.fromkeys(outcome.task_id for outcome in outcomes):
-        of_task = [outcome for outcome in outcomes if outcome.task_id == task_id]
+    for task_id, of_task in by_task.items():
         means = [_mean([outcome for outcome in of_task if (outcome.mode is Mode.GREEDY) is greedily]) for greedily in (False, True)]
         failed, calls = sum(outcome.failure is not None for outcome in of_task), sum(outcome.calls or 0 for outcome in of_task)
         rows.append((task_id, len(of_task), *means[: 1 + len(greedy)], failed, calls))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from prompts.compare import Gain
 from prompts.search import Candidate, Question, SearchResult
 from runner.runner import Outcome
 from spangrad.agent.prompt_store import Edit, PromptText
+from spangrad.errors import PromptError
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
 from trainer.data.plan import GroupOutcome, PlannedGroup, TrainPlan
@@ -58,6 +59,49 @@ def test_run_and_train_plan_print_names_without_markup(capsys: pytest.CaptureFix
     first, _, row, *_ = capsys.readouterr().out.splitlines()
     assert first == f"{ODD}/main, run {ODD}, from version 1 ({ODD})"
     assert ODD in row
+
+
+class CountedReads(list[Outcome]):
+    """Outcomes, with the number of times that all of them are read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[Outcome]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_run_table_reads_outcomes_as_often_for_many_tasks(capsys: pytest.CaptureFixture[str]) -> None:
+    def reads(tasks: int) -> int:
+        keys = [(RolloutKey("run", f"r{number}", 0), f"task {number % tasks}") for number in range(100)]
+        outcomes = CountedReads(Outcome(key, task, Mode.TRAIN, {"reward": 1.0}, None, "", 0.0, 2) for key, task in keys)
+        run._show(outcomes)
+        return outcomes.reads
+
+    assert reads(1) == reads(50)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["task", "0", "100", "+1.000", "0", "200"]
+    assert lines[-1].split() == ["task", "49", "2", "+1.000", "0", "4"]
+
+
+class CountedName(str):
+    """Id of a task, with the number of comparisons with others."""
+
+    __hash__ = str.__hash__
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        type(self).comparisons += 1
+        return str.__eq__(self, other)
+
+
+def test_prompt_tasks_are_compared_in_linear_time() -> None:
+    tasks = [Task(CountedName(number), number) for number in range(500)]
+    learn, held_out = prompt._split(tasks[:300], tasks[300:], Settings())
+    assert (len(learn), len(held_out)) == (300, 200)
+    assert CountedName.comparisons < 2 * len(tasks)
+    with pytest.raises(PromptError, match="task 7 is there twice"):
+        prompt._split(tasks[:300], [*tasks[300:], Task("7", 7)], Settings())
 
 
 def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
