@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
 from commands.playing.episode import Cast, factory_named, in_words, play_episode
+from commands.playing.input_lines import read_beside_loop
 from span_processors.export import tracer_provider
 from span_processors.rollout import RolloutSpanProcessor
 from spangrad import semconv
@@ -121,11 +121,10 @@ def main() -> None:
 
 async def _played(job: PlayJob, source: Any, lines: LineWriter, provider: TracerProvider) -> dict[str, object]:
     """Play; return the last line."""
-    person, loop = RemotePerson(lines), asyncio.get_running_loop()
+    person = RemotePerson(lines)
 
-    def listen() -> None:
-        for line in source:
-            loop.call_soon_threadsafe(person.replies.put_nowait, msgspec.json.decode(line, type=PlayReply))
+    def lines_of_person() -> Iterator[bytes]:
+        yield from source
         provider.shutdown()
         os._exit(0)
 
@@ -133,7 +132,7 @@ async def _played(job: PlayJob, source: Any, lines: LineWriter, provider: Tracer
         if not job.is_person or role in {"", job.role}:  # who plays reads no other player's context
             lines.write(role=role, by=message["role"], text=_text(message))
 
-    threading.Thread(target=listen, daemon=True).start()
+    read_beside_loop(lines_of_person(), lambda line: person.replies.put_nowait(msgspec.json.decode(line, type=PlayReply)))
     cast = Cast(job.episode, job.url, job.key, person if job.is_person else None, job.role, show, "Choose one.")
     try:
         token = None if job.environments_token is None else SecretStr(job.environments_token)

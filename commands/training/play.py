@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
+from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,17 +76,27 @@ def _print(role: str, message: Mapping[str, Any]) -> None:
 class Person:
     """Model whose replies a person writes, a line each."""
 
+    def __init__(self) -> None:
+        """Read nothing before the first turn."""
+        self._lines: asyncio.Queue[str] | None = None
+
     async def reply(self, request: ReplyRequest) -> ModelReply:
         """Read a line.
 
         Raises:
             AgentError: standard input has ended.
         """
+        from commands.playing.input_lines import read_beside_loop
         from spangrad.episode.player import ModelReply
         from spangrad.errors import AgentError
 
         print("> ", end="", file=sys.stderr, flush=True)
-        line = await asyncio.to_thread(sys.stdin.readline)
+        if self._lines is None:
+            if isinstance(sys.stdin, TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")
+            self._lines = asyncio.Queue()
+            read_beside_loop(chain(sys.stdin, ("",)), self._lines.put_nowait)
+        line = await self._lines.get()
         if not line:
             raise AgentError("standard input ended before the episode. Write a line for each reply.")
         return ModelReply({"role": "assistant", "content": line.rstrip("\n")}, "stop")
