@@ -1,7 +1,7 @@
 """The console on which commands print tables and progress bars, with texts from users, agents and models.
 
-In: the width of a table that is not printed on a terminal, in columns. Out: a console of rich. Invariant: a text is printed as it was
-written: nothing in it is read as markup or as the name of an emoji, so that no text is lost, and no text makes a command fail.
+In: texts of any length. Out: a console of rich. Invariant: a text is printed as it was written: nothing in it is read as markup or as the
+name of an emoji, and only a terminal's width cuts it, so that a pipe or a file gets all of it, and no text makes a command fail.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 _LOG_SECONDS = 10
+_PIPE_WIDTH = 10_000
+"""Width where the output is no terminal, in columns. A table pads its lines to the longest of them, so it is not without limit."""
 
 
-def plain_console(pipe_width: int | None = None, *, width: int | None = None, stderr: bool = False, highlight: bool = True) -> Console:
+def plain_console(*, width: int | None = None, stderr: bool = False, highlight: bool = True) -> Console:
     """Return a console that interprets no markup and no emoji names.
 
     Args:
-        pipe_width: width in columns where standard output is not a terminal. None: rich's own default.
-        width: width in columns in any case. None: that of the terminal, or pipe_width.
+        width: width in columns. None: that of the terminal; where there is none, longer lines are wrapped at _PIPE_WIDTH.
         stderr: print to standard error instead of standard output.
         highlight: colour numbers, paths and the like on a terminal.
     """
-    width = width or (None if sys.stdout.isatty() else pipe_width)
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = width or (None if is_terminal else _PIPE_WIDTH)
     return Console(width=width, stderr=stderr, highlight=highlight, markup=False, emoji=False)
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], pipe_width: int | None = None, *, right: Collection[int] = ()
-) -> None:
-    """Print rows as a table without lines.
+def plain_table(*columns: str, right: Collection[int] = ()) -> Table:
+    """Return a table without lines; cells that are too wide end in an ellipsis on a terminal, and are wrapped elsewhere.
 
     Args:
         columns: heads of the columns.
-        rows: cells, printed as `str` gives them.
-        pipe_width: as for `plain_console`.
         right: indices of the columns that are aligned to the right.
     """
-    table = Table(*columns, box=None, pad_edge=False)
-    for place in right:
-        table.columns[place].justify = "right"
+    table = Table(box=None, pad_edge=False)
+    for place, column in enumerate(columns):
+        overflow = "ellipsis" if sys.stdout.isatty() else "fold"
+        table.add_column(column, justify="right" if place in right else "left", overflow=overflow)
+    return table
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Collection[int] = ()) -> None:
+    """Print rows as a `plain_table`; cells are printed as `str` gives them."""
+    table = plain_table(*columns, right=right)
     for row in rows:
         table.add_row(*map(str, row))
-    plain_console(pipe_width).print(table)
+    plain_console().print(table)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from spangrad.settings import Settings
     from transition_builder.export.formats import Exported
 
-_PIPE_WIDTH = 200
 Several = Annotated[list[str] | None, Parameter(negative=())]
 
 
@@ -187,5 +186,5 @@ def _show(done: Exported, out: Path) -> None:
         *([("rollouts without a call", tally.bare_rollouts)] if tally.bare_rollouts else []),
         *((f"groups without a pair, {reason}", count) for reason, count in sorted(tally.groups_left_out.items())),
     ]
-    print_table(("", "count"), rows, _PIPE_WIDTH, right=[1])
+    print_table(("", "count"), rows, right=[1])
     print(f"{done.dataset} -> {out}")

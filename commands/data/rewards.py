@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from spangrad.store.datasets import Dataset
 
-_PIPE_WIDTH = 200
 _SPAN_OF_TIME = re.compile(r"(\d+)([smhdw])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _GIVEN = """
@@ -177,4 +176,4 @@ def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str
     if not rows:
         print(otherwise)
         return
-    print_table(columns, ([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows), _PIPE_WIDTH)
+    print_table(columns, ([f"{value:.6g}" if isinstance(value, float) else value for value in row] for row in rows))

@@ -30,7 +30,7 @@ def _status(*, config: ConfigFile = None, set_: Overrides = None) -> None:
         entries = status(execute, Layout.of(store))
     states = [f"{entry.state}: {', '.join(entry.lacks)} is missing" if entry.lacks else entry.state for entry in entries]
     rows = ((f"{entry.number:04d}", entry.name, entry.applied_at, state) for entry, state in zip(entries, states, strict=True))
-    print_table(("number", "name", "applied at (UTC)", "state"), rows, 10_000)
+    print_table(("number", "name", "applied at (UTC)", "state"), rows)
     if any(entry.state is not MigrationState.APPLIED for entry in entries):
         sys.exit(OUTDATED)
 

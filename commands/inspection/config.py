@@ -15,9 +15,7 @@ def config(*, explain: Annotated[str | None, Parameter("--explain")] = None, con
     Args:
         explain: print the meaning, unit, type, default, value and source of this setting alone; of a section, its settings.
     """
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import plain_console, plain_table
     from spangrad.settings.sources import explain_settings
 
     if explain is not None:
@@ -25,7 +23,7 @@ def config(*, explain: Annotated[str | None, Parameter("--explain")] = None, con
 
         print("\n".join(explain_key(explain, flag_values(set_), file=config)))
         return
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    table = plain_table("setting", "value", "from")
     for origin in explain_settings(flag_values(set_), file=config):
         table.add_row(origin.key, str(origin.value), origin.source, style=None if origin.source == "default" else "bold")
     plain_console().print(table)

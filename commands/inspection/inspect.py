@@ -170,14 +170,10 @@ def _total(rows: Iterable[FileReport]) -> FileReport:
 
 
 def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:
-    from rich.table import Table
+    from commands.console import plain_console, plain_table
 
-    from commands.console import plain_console
-
-    console = plain_console(160)
-    table = Table(box=None, pad_edge=False)
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading in {"file", "drops"} else "right", overflow="fold")
+    console = plain_console()
+    table = plain_table(*_HEADINGS, right=[place for place, heading in enumerate(_HEADINGS) if heading not in {"file", "drops"}])
     for row in rows:
         table.add_row(*row.cells, style="red" if row.unaccounted else "")
     total = _total(rows)

@@ -16,7 +16,6 @@ from spangrad.settings import Settings
 if TYPE_CHECKING:
     from spangrad.store.rollout.record import Record
 
-_PIPE_WIDTH = 160
 _LOG_LINES = 20
 """Lines that are shown of an attempt's log, from its end."""
 
@@ -41,14 +40,14 @@ def _show(
     Args:
         id_: id of the rollout; for spans without a runner, id of the session, conversation or trace.
         attempt: show only the attempt of this number, from 0.
-        width: width of the output in columns; default: that of the terminal, or 160.
+        width: width of the output in columns; default: that of the terminal; 10000 where there is none.
     """
     from commands.console import plain_console
     from commands.inspection.rollout_tree import draw
 
     settings = resolve(config, set_)
     record = _ask(id_, attempt, settings)
-    console = plain_console(_PIPE_WIDTH, width=width)
+    console = plain_console(width=width)
     console.print(draw(record))
     for line in _attempts(record, settings):
         console.print(line, highlight=False, markup=False)

@@ -24,9 +24,7 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     Args:
         statement: one SELECT, SHOW or DESCRIBE statement; tables for people are in the database `spangrad`.
     """
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import print_table
     from spangrad.store.clickhouse import connect, read_only_settings, store_errors
 
     with answering_store(resolve(config, set_).store) as store:
@@ -34,10 +32,7 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
         with store_errors(store.url), _remedies(statement):
             answer = client.query(statement, settings=read_only_settings(client))
         client.close()
-    table = Table(*(str(name) for name in answer.column_names), box=None, pad_edge=False)
-    for row in answer.result_rows:
-        table.add_row(*(str(value) for value in row))
-    plain_console(10_000).print(table)
+    print_table(answer.column_names, answer.result_rows)
 
 
 @contextmanager

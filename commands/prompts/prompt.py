@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import signal
 import sys
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from spangrad.settings import Settings
     from spangrad.types import Task
 
-_PIPE_WIDTH = 200
 _CONNECT_SECONDS = 5
 """Longest time that a command retries while the queue's server does not answer, in seconds."""
 
@@ -38,12 +36,13 @@ prompt = App(name="prompt", help="Keep versions of agents' prompts, search bette
 @prompt.command(name="list")
 def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """List the prompts, each with its published version, or its newest version if none is published."""
-    from rich.table import Table
+    from commands.console import print_table
 
-    table = Table("prompt", "version", "published", "characters", "since", box=None, pad_edge=False)
-    for entry in _store(resolve(config, set_), _CONNECT_SECONDS).newest():
-        table.add_row(entry.name, str(entry.version), "yes" if entry.published else "no", str(len(entry.text)), _time(entry.created_at))
-    _print(table)
+    rows = (
+        (entry.name, entry.version, "yes" if entry.published else "no", len(entry.text), _time(entry.created_at))
+        for entry in _store(resolve(config, set_), _CONNECT_SECONDS).newest()
+    )
+    print_table(("prompt", "version", "published", "characters", "since"), rows)
 
 
 @prompt.command(name="show")
@@ -59,7 +58,7 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
     if not history:
         print(store.get(name, version).text)
         return
-    from rich.table import Table
+    from commands.console import print_table
 
     versions = store.versions(name)
     if not versions:
@@ -67,12 +66,12 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
             f"there is no prompt {name}. `spangrad prompt list` shows what there is, `spangrad prompt put {name} FILE` makes it."
         )
     edits = {edit.version: edit for edit in reversed(store.edits(name))}
-    table = Table("version", "published", "since", "parent", "round", "search", "critique", box=None, pad_edge=False)
+    rows: list[tuple[object, ...]] = []
     for entry in versions:
         edit = edits.get(entry.version)
         of = (str(edit.parent), str(edit.round), edit.search, " ".join(edit.critique.split())[:80]) if edit else ("-", "-", "-", "")
-        table.add_row(str(entry.version), "yes" if entry.published else "", _time(entry.created_at), *of)
-    _print(table)
+        rows.append((entry.version, "yes" if entry.published else "", _time(entry.created_at), *of))
+    print_table(("version", "published", "since", "parent", "round", "search", "critique"), rows)
 
 
 @prompt.command(name="put")
@@ -256,7 +255,7 @@ def _store(settings: Settings, connect_seconds: float = 30) -> PromptStore:
 def _print(table: object) -> None:
     from commands.console import plain_console
 
-    plain_console(int(os.environ.get("COLUMNS", _PIPE_WIDTH))).print(table)
+    plain_console().print(table)
 
 
 def _time(seconds: float) -> str:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from spangrad.settings import GatewaySettings
 
-_PIPE_WIDTH = 200
 _ANSWER_SECONDS = 30
 _STATUS_STYLES = {"serving": "green", "publishing": "cyan", "asleep": "blue", "draining": "yellow", "down": "red"}
 
@@ -45,7 +44,7 @@ def _list(
     from commands.console import plain_console
 
     gateway = resolve(config, set_).gateway
-    console = plain_console(_PIPE_WIDTH)
+    console = plain_console()
     if not watch:
         console.print(_tables(gateway))
         return
@@ -129,20 +128,17 @@ def _key(variable: str | None) -> str | None:
 def _tables(gateway: GatewaySettings) -> RenderableType:
     """Return the gateway's policies and backends as two tables."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    policies = Table("policy", "status", "version", "before", "canary", "waiting", "reason", box=None, pad_edge=False)
+    from commands.console import plain_table
+
+    policies = plain_table("policy", "status", "version", "before", "canary", "waiting", "reason")
     for entry in _ask(gateway, "GET", "/admin/policies")["policies"]:
         canary = entry.get("canary")
         shown = f"version {canary['version']} on {canary['backend']}, {canary['share']:.0%}" if canary else "-"
         row = (_shown(entry["version"]), _shown(entry.get("before")), shown, str(entry.get("waiting", 0)), entry.get("reason", ""))
         policies.add_row(Text(entry["policy"]), _status(entry["status"]), *map(Text, row))
-    table = Table(
-        *("backend", "policy", "kind", "topology", "status", "version", "in flight", "limit", "calls", "url", "reason"),
-        box=None,
-        pad_edge=False,
-    )
+    table = plain_table("backend", "policy", "kind", "topology", "status", "version", "in flight", "limit", "calls", "url", "reason")
     for backend in _ask(gateway, "GET", "/admin/backends")["backends"]:
         numbers = (_shown(backend["version"]), str(backend["in_flight"]), _shown(backend["limit"]), str(backend["calls"]))
         words = (backend["name"], backend["policy"], backend["kind"], _topology(backend["topology"]))

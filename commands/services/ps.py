@@ -31,4 +31,4 @@ def ps(*, json: bool = False, config: ConfigFile = None, set_: Overrides = None)
     # In a cluster the store listens elsewhere than these settings say.
     reader = ProgressReader(resolve(config, set_, status.get("addresses")))
     progress = reader.read() if status.get("ready") else None
-    plain_console(pipe_width=160).print(status_table(status["services"], progress))
+    plain_console().print(status_table(status["services"], progress))

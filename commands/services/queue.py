@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from runner.queue.wire import AttemptRecord, Cancelled, QueuedRollout, RolloutSelector, RolloutState
 
 T = TypeVar("T")
-_PIPE_WIDTH = 200
 _CONNECT_SECONDS = 5
 """Longest time that a command retries while the queue does not answer, in seconds."""
 
@@ -65,7 +64,7 @@ def _list(
     if run is None and state is None and group is None:
         runs = _ask(config, set_, lambda client: client.runs())
         rows = ([row.run_id, *(row.states.get(state, 0) for state in RolloutState)] for row in runs)
-        print_table(("run", *RolloutState), rows, _PIPE_WIDTH)
+        print_table(("run", *RolloutState), rows)
         return
     state_filter = _state(state)
     page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=state_filter, group_id=group, limit=limit))
@@ -106,7 +105,7 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
         for attempt in shown.attempts
     ]
     if rows:
-        print_table(("attempt", "worker", "began", "seconds", "end", "calls", ""), rows, _PIPE_WIDTH)
+        print_table(("attempt", "worker", "began", "seconds", "end", "calls", ""), rows)
 
 
 @queue.command(name="cancel")
@@ -208,7 +207,7 @@ def _print(rollouts: Sequence[QueuedRollout]) -> None:
         outcome = f"{_end(last)} {last.detail}".strip() if last else "-"
         names = (rollout.rollout_id, rollout.run_id, rollout.group_id, rollout.task_id, rollout.mode, rollout.state)
         rows.append((*names, last.attempt + 1 if last else 0, outcome))
-    print_table(("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"), rows, _PIPE_WIDTH)
+    print_table(("rollout", "run", "group", "task", "mode", "state", "attempts", "last attempt"), rows)
 
 
 def _end(attempt: AttemptRecord) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from commands.console import plain_console
+from commands.console import plain_console, plain_table
 from spangrad.store.rollout.record import counted
 from spangrad.types import remedy
 
@@ -20,12 +19,10 @@ if TYPE_CHECKING:
 
     from transition_builder.report import ReconcileReport
 
-_PIPE_WIDTH = 160
-
 
 def show(report: ReconcileReport, console: Console | None = None) -> int:
     """Print a report, and return the exit code: 1 if calls are unaccounted for, else 0."""
-    out = console or plain_console(_PIPE_WIDTH)
+    out = console or plain_console()
     out.print(render(report))
     return 0 if report.is_right else 1
 
@@ -33,10 +30,7 @@ def show(report: ReconcileReport, console: Console | None = None) -> int:
 def render(report: ReconcileReport) -> RenderableType:
     """Return the report's heading, its table, and the sentence on the sum."""
     head = Text(f"What became of the calls of {counted(report.rollouts, 'rollout')}", "bold")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("calls", justify="right")
-    table.add_column("remedy", overflow="fold")
+    table = plain_table("", "calls", "remedy", right=[1])
     table.add_row("transitions", str(report.transitions), "", style="green" if report.transitions else "")
     for reason, count in report.drops.items():
         table.add_row(f"dropped as {reason}", str(count), remedy(reason))

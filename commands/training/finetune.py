@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainer.ledger.tables import LedgerVersion
     from trainer.sft.training import FileRun, FileTrainPlan
 
-_PIPE_WIDTH = 200
 _LOG_SECONDS = 10
 _SHOWN = ("loss", "preference_accuracy", "preference_margin")
 _HEADS = {"loss": "loss", "preference_accuracy": "accuracy", "preference_margin": "margin"}
@@ -195,7 +194,7 @@ def _show(done: FileRun) -> None:
         *((f"rows left out, {reason}", count) for reason, count in sorted(examples.left_out.items())),
         ("rows in all", examples.rows),
     ]
-    print_table(("", "count"), rows, _PIPE_WIDTH, right=[1])
+    print_table(("", "count"), rows, right=[1])
     print(_training_text(plan))
     if examples.unread:
         print(f"columns that were not read: {', '.join(sorted(examples.unread))}")

@@ -30,7 +30,7 @@ def show(plan: CapacityPlan, layouts: Sequence[CapacityPlan]) -> None:
     from trainer.capacity import memory
     from trainer.capacity.search import size
 
-    console = plain_console(120, highlight=False)
+    console = plain_console(highlight=False)
     for line in _head(plan):
         console.print(line, soft_wrap=True)
     cells: list[tuple[str, str, str]] = []
@@ -39,18 +39,18 @@ def show(plan: CapacityPlan, layouts: Sequence[CapacityPlan]) -> None:
         cells.append((title, size(memory.peak_bytes(items)), room))
         cells += [("  " + item.name, size(item.bytes), item.phase) for item in memory.at_peak(items)]
     console.print()
-    print_table(("memory at its peak", "size", "phase"), cells, 120, right=(1,))
+    print_table(("memory at its peak", "size", "phase"), cells, right=(1,))
     console.print()
     stages = [(stage.name, f"{stage.seconds:,.1f}", size(stage.bytes_moved), stage.where) for stage in plan.stages]
-    print_table(("stage", "seconds", "moves", "where"), stages, 120, right=(1, 2))
+    print_table(("stage", "seconds", "moves", "where"), stages, right=(1, 2))
     console.print()
-    print_table(_LAYOUT_COLUMNS, [_layout_row(each) for each in layouts], 120, right=(0, 1, 4, 5, 6))
+    print_table(_LAYOUT_COLUMNS, [_layout_row(each) for each in layouts], right=(0, 1, 4, 5, 6))
     console.print()
     for line in _notes(plan):
         console.print(line, soft_wrap=True)
     if not plan.misses:
         console.print("\nSettings that fit (--write FILE writes them):", soft_wrap=True)
-        print_table(("setting", "value", "why"), [(each.key, each.value, each.reason) for each in plan.proposals()], 120)
+        print_table(("setting", "value", "why"), [(each.key, each.value, each.reason) for each in plan.proposals()])
 
 
 def _head(plan: CapacityPlan) -> list[str]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from trainer.ledger.policies import Overview
     from trainer.ledger.tables import LedgerVersion
 
-_PIPE_WIDTH = 160
 _SHOWN = 20
 
 policy = App(name="policy", help="List policy versions; publish one, roll back to one, pin one.")
@@ -61,7 +60,7 @@ def _list(
     if name is not None and not counts:
         known = ", ".join(sorted({policy for policy, _ in overview.heads})) or "none"
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
-    print_table(("policy", "branch", "version", "status", "from", "return", "kept", ""), rows, _PIPE_WIDTH)
+    print_table(("policy", "branch", "version", "status", "from", "return", "kept", ""), rows)
     if hidden:
         print(f"{hidden} older versions: --all shows them")
 

@@ -27,12 +27,10 @@ _WORDS = {
 
 def show(plan: TrainPlan) -> None:
     """Print the plan as a table, followed by its sentence and by the demand for groups."""
-    from rich.table import Table
-
-    from commands.console import plain_console
+    from commands.console import plain_console, plain_table
 
     console = plain_console()
-    table = Table("batch", "group", "mode", "rollouts", "what becomes of it", box=None, pad_edge=False)
+    table = plain_table("batch", "group", "mode", "rollouts", "what becomes of it")
     for group in plan.groups:
         if group.outcome != "trained":
             rollouts = f"{group.rollouts} of {group.size}" if group.size else str(group.rollouts)

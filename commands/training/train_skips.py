@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trainer.ledger.skipped_groups import SkippedGroup
     from trainer.ledger.skips import SkipReason
 
-_PIPE_WIDTH = 200
 Groups = Annotated[list[str] | None, Parameter(name="GROUP")]
 Reason = Annotated[str | None, Parameter(name="--reason")]
 
@@ -50,7 +49,7 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
         )
         for row in rows
     )
-    print_table(("group", "run", "mode", "reason", "when", "build spec", "detail"), cells, _PIPE_WIDTH)
+    print_table(("group", "run", "mode", "reason", "when", "build spec", "detail"), cells)
 
 
 def restore(

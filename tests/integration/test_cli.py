@@ -130,10 +130,21 @@ def test_command_with_closed_stdout_exits_141_silently(tmp_path: Path) -> None:
 
 def test_config_command_prints_source_of_each_value(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text("[gateway]\nport = 9999\n")
-    answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3", COLUMNS="200")
+    answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3")
     lines = {line.split()[0]: line.split() for line in answer.stdout.splitlines() if line.strip()}
     assert lines["gateway.port"] == ["gateway.port", "9999", "file", "spangrad.toml"]
     assert lines["runner.workers"] == ["runner.workers", "3", "environment", "SPANGRAD_RUNNER__WORKERS"]
+
+
+def test_config_command_into_pipe_cuts_no_text(tmp_path: Path) -> None:
+    long, longest = "x" * 300, "y" * 20_000
+    values = ["--set", f"engine.model={long}", "--set", f"trainer.model={longest}"]
+    answer = spangrad("config", *values, cwd=tmp_path, COLUMNS="80")
+    lines = {line.split()[0]: line.split()[1:] for line in answer.stdout.splitlines()}
+    assert "…" not in answer.stdout
+    assert lines["engine.model"] == [long, "flag"]
+    assert answer.stdout.count("y") >= len(longest)
+    assert "runner.validation_sampling.temperature" in lines
 
 
 def test_config_command_masks_secrets(tmp_path: Path) -> None:
