@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,9 +67,7 @@ def _list(
         rows = ([row.run_id, *(row.states.get(state, 0) for state in RolloutState)] for row in runs)
         print_table(("run", *RolloutState), rows)
         return
-    state_filter = _state(state)
-    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=state_filter, group_id=group, limit=limit))
-    _print(page.rollouts)
+    _print_listed(config, set_, limit, run_id=run, state=_state(state), group_id=group)
 
 
 @queue.command(name="dead")
@@ -80,8 +79,7 @@ def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_
     """
     from runner.queue.wire import RolloutState
 
-    page = _ask(config, set_, lambda client: client.rollouts(run_id=run, state=RolloutState.DEAD, limit=limit))
-    _print(page.rollouts)
+    _print_listed(config, set_, limit, run_id=run, state=RolloutState.DEAD)
 
 
 @queue.command(name="show")
@@ -156,6 +154,37 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
     if days < 0:
         raise SettingsError(f"--older-than-days {days:g} is less than 0. Name how many days ago rollouts must have ended: 0 for all.")
     print(f"deleted: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
+
+
+def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **which: Any) -> None:
+    """Print rollouts of a selection, and whether there are more than the limit.
+
+    Args:
+        config: settings file.
+        set_: settings.
+        limit: largest number of rollouts.
+        which: selection, as `QueueClient.rollouts` takes it.
+    """
+    from runner.queue.wire import LIST_MOST
+
+    if limit < 1:
+        raise SettingsError(f"--limit {limit} lists nothing. Give 1 or more.")
+
+    async def listed(client: QueueClient) -> list[QueuedRollout]:
+        rollouts: list[QueuedRollout] = []
+        after = 0
+        while len(rollouts) <= limit:
+            page = await client.rollouts(**which, after=after, limit=min(limit + 1 - len(rollouts), LIST_MOST))
+            if not page.rollouts:
+                break
+            rollouts += page.rollouts
+            after = page.cursor
+        return rollouts
+
+    rollouts = _ask(config, set_, listed)
+    _print(rollouts[:limit])
+    if len(rollouts) > limit:
+        print(f"there are more than {limit}: --limit lists others", file=sys.stderr)
 
 
 def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:

@@ -27,6 +27,7 @@ from runner.queue.stopped_attempts import GatewayOrders
 from runner.queue.tables import QueueDatabase
 from runner.queue.task_data import NamedTasks, TaskData, UploadPart
 from runner.queue.wire import (
+    LIST_MOST,
     DemandRequest,
     LeaseRequest,
     RolloutSelector,
@@ -41,8 +42,6 @@ from spangrad.settings import QueueSettings, Settings
 
 log = logging.getLogger(__name__)
 
-LIST_MOST = 1000
-"""Largest number of rollouts in one response."""
 WAIT_MOST = 60.0
 """Longest wait for new rollouts, in seconds."""
 DAY_SECONDS = 86400.0

@@ -22,6 +22,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
 Rewards = dict[str, float | dict[str, float]]
 """Rewards by name: a number for all roles, or numbers by role."""
+LIST_MOST = 1000
+"""Largest number of rollouts in one response."""
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
