@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
@@ -14,11 +13,14 @@ from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.stopped_store import answering_store
+from commands.times import parse_time
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Selection
 from spangrad.types import DropReason
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from clickhouse_connect.driver.client import Client
 
     from spangrad.settings import Settings
@@ -89,11 +91,11 @@ def export(
         raise SettingsError(f"--min-margin is of preferences, and {format_} compares no returns. Leave it out, or take --min-return.")
     rollout_filter = ExportSelection(
         dataset or settings.trainer.dataset or settings.builder.dataset,
-        as_of=_moment("--as-of", as_of),
+        as_of=None if as_of is None else parse_time("--as-of", as_of),
         runs=tuple(run or ()),
         rollouts=tuple(rollout or ()),
         modes=tuple(mode or ()),
-        since=_moment("--since", since),
+        since=None if since is None else parse_time("--since", since),
         selection=Selection(agents=agent, models=model, policies=policy, tools=tool, components=component),
         min_return=min_return,
         reward_weights=settings.trainer.credit.reward_weights,
@@ -149,16 +151,6 @@ def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
     built = {str(spec): int(count) for spec, count in rows}
     dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
     return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""
-
-
-def _moment(flag: str, text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise SettingsError(f"{flag} {text!r} is no time. Write 2026-01-31, or 2026-01-31T12:00+00:00.") from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _reason(text: str) -> DropReason:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +12,13 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.stopped_store import answering_store
-from spangrad.errors import SettingsError
+from commands.times import parse_time_or_age
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
     from spangrad.store.datasets import Dataset
 
-_SPAN_OF_TIME = re.compile(r"(\d+)([smhdw])")
-_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _GIVEN = """
 SELECT Name, Source, uniqExact(RunId, RolloutId) AS Rollouts, countIf(CallId != '') AS OfCalls, count() AS Rewards, avg(Value) AS Mean,
     min(Value) AS Least, max(Value) AS Most
@@ -92,7 +89,7 @@ def _backfill(
     from spangrad.store.clickhouse import connect
 
     settings = resolve(config, set_)
-    began = parse_time(since, datetime.now(UTC))
+    began = parse_time_or_age("--since", since, datetime.now(UTC))
     name = dataset or settings.builder.dataset
     sql_rewards = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
     builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": sql_rewards})
@@ -131,24 +128,6 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
 
     sys.path.insert(0, str(directory.resolve()))
     serve(settings, load(evaluator))
-
-
-def parse_time(text: str, now: datetime) -> datetime:
-    """Return a point in time that is given as ISO 8601, or as a duration before `now` such as 7d, 12h or 30m.
-
-    Raises:
-        SettingsError: the text is neither.
-    """
-    age = _SPAN_OF_TIME.fullmatch(text)
-    if age:
-        return now - timedelta(**{_UNITS[age[2]]: int(age[1])})
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise SettingsError(
-            f"--since {text!r} is no time. Write 2026-01-31, 2026-01-31T12:00+00:00, or 7d, 12h, 30m for how long ago."
-        ) from None
-    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _report(client: Client, url: str, dataset: Dataset, summary: str) -> None:

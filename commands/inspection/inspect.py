@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
+from commands.output_files import make_directory_of
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.json_http import ask
@@ -65,6 +66,8 @@ def inspect(
     """
     settings = resolve(config, set_)
     files = list(_files(paths))
+    if page is not None:
+        make_directory_of(page, "--page")
     rows = examine(files, settings)
     if page is not None:
         page.write_text(_PAGE.format(paths=" ".join(map(str, paths)), page=page) + markdown(rows))

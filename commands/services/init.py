@@ -6,6 +6,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from commands.options import ConfigFile
+from commands.output_files import make_directory_of
 from spangrad.errors import SettingsError
 
 
@@ -25,6 +26,7 @@ def init(*, model: Path, config: ConfigFile = None) -> None:
     file = config or Path("spangrad.toml")
     if file.exists():
         raise SettingsError(f"{file} exists already. Edit it, or name another file with --config.")
+    make_directory_of(file, "--config")
     machine = read_machine(file.parent)
     ports = Ports(*choose_ports(astuple(Ports())))
     proposals = propose(read_model(model), machine, ports)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, flag_values, resolve
+from commands.output_files import make_directory_of
 
 if TYPE_CHECKING:
     from trainer.capacity.search import CapacityPlan
@@ -44,8 +45,10 @@ def plan(
     from trainer.capacity.hardware import cluster_of
     from trainer.capacity.search import best_of, by_layout, candidates
 
-    if write and write.exists():
-        raise SettingsError(f"{write} exists already. Name another file with --write.")
+    if write:
+        if write.exists():
+            raise SettingsError(f"{write} exists already. Name another file with --write.")
+        make_directory_of(write, "--write")
     kept = [origin.key for origin in explain_settings(flag_values(set_), file=config) if origin.source != "default"]
     cluster = cluster_of(gpus, nodes, host_memory)
     plans = candidates(read_architecture(model), resolve(config, set_), cluster, kept)

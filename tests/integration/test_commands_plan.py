@@ -35,7 +35,7 @@ def test_plan_of_7b_on_one_node_prints_items_stages_and_settings(capsys: pytest.
 
 
 def test_plan_of_32b_on_two_nodes_writes_settings_that_commands_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.toml"
+    file = tmp_path / "new/plan.toml"
     plan(model=LARGE, gpus="8x80", nodes=2, write=file)
     assert "plan.toml is written" in capsys.readouterr().out
     settings = load_settings(file=file, env={})
