@@ -277,8 +277,10 @@ def require_free_port(host: str, port: int, setting: str) -> None:
     """Raise with a remedy when another process listens already.
 
     Raises:
-        SpangradError: the port is in use.
+        SpangradError: the port is in use, or is no port.
     """
+    if not 0 <= port <= 65535:
+        raise SpangradError(f"{setting} = {port} is no port. Set it to a number from 1 to 65535.")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -42,14 +42,19 @@ def lineage(
 
     if (version is None) == (span is None):
         raise SettingsError("give a version, `spangrad lineage POLICY@VERSION`, or a span, `spangrad lineage --span TRACE/SPAN`.")
+    if depth < 0:
+        raise SettingsError(f"--depth {depth} is no number of versions. Give 0 or more.")
+    version_key = None if version is None else version_name(version)
+    span_key = None if span is None else span_name(span)
     with answering_store(resolve(config, set_).store) as store:
         client = connect(store)
         with store_errors(store.url):
-            if version is not None:
-                answer = of_version(client, *version_name(version), branch, depth)
+            if version_key is not None:
+                answer = of_version(client, *version_key, branch, depth)
                 text = version_text(answer)
             else:
-                answer = of_span(client, *span_name(span or ""))
+                assert span_key is not None
+                answer = of_span(client, *span_key)
                 text = span_text(answer)
         client.close()
     print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text), file=sys.stdout)

@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
 from spangrad import semconv
+from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def _show(
     from commands.console import plain_console
     from commands.inspection.rollout_tree import draw
 
+    if width is not None and width < 1:
+        raise SettingsError(f"--width {width} is no width. Give a number of columns, 1 or more.")
     settings = resolve(config, set_)
     record = _ask(id_, attempt, settings)
     console = plain_console(width=width)

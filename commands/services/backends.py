@@ -43,6 +43,8 @@ def _list(
 
     from commands.console import plain_console
 
+    if not 0 < interval < float("inf"):
+        raise SettingsError(f"--interval {interval:g} is no time between updates. Give seconds, more than 0.")
     gateway = resolve(config, set_).gateway
     console = plain_console()
     if not watch:

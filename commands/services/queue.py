@@ -151,8 +151,8 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
     days = resolve(config, set_).queue.keep_days if older_than_days is None else older_than_days
     if days is None:
         raise SettingsError("name --older-than-days DAYS: queue.keep_days is not set.")
-    if days < 0:
-        raise SettingsError(f"--older-than-days {days:g} is less than 0. Name how many days ago rollouts must have ended: 0 for all.")
+    if not 0 <= days < float("inf"):
+        raise SettingsError(f"--older-than-days {days:g} is no age. Name how many days ago rollouts must have ended: 0 for all.")
     print(f"deleted: {_ask(config, set_, lambda client: client.purge(days * 86400, run))}")
 
 

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, resolve
+from commands.output_files import make_directory_of
 from commands.training.agents import ProgramArguments, command_of
 from spangrad.errors import SpangradError
 
@@ -116,8 +117,8 @@ def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
     directory = settings.up.directory
     if owner := owner_of(directory):
         raise SpangradError(f"`spangrad up` runs in {directory} already ({shown(owner)}). `spangrad ps` shows it, `spangrad down` ends it.")
-    directory.mkdir(parents=True, exist_ok=True)
     log = directory / DETACHED_LOG
+    make_directory_of(log, "up.directory: the log")
     with log.open("wb") as out:
         command = own_command("up", *options, *(["--", *agent] if agent else []))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

@@ -44,12 +44,16 @@ def agent_spec(
     names a file with a callable.
 
     Raises:
-        AgentError: the arguments name no agent, or several; or a file does not exist.
+        AgentError: the arguments name no agent, or several; or a file or the directory does not exist.
     """
     from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent, is_service
     from spangrad.episode.adapters.references import by_openenv, names_environment
     from spangrad.episode.agent import REFERENCE
 
+    if not directory.is_dir():
+        raise AgentError(f"{directory} is no directory. Name the one of the agent's modules, or of its program's files.")
+    if command and not command[0]:
+        raise AgentError("the agent's program is an empty word. Name a program, and give its arguments after it.")
     evaluator = None if evaluator is None else located(evaluator, directory)
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
         agent, command = command[0], ()

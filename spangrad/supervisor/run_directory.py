@@ -44,10 +44,13 @@ class RunDirectory:
         """Create the directory and become its owner.
 
         Raises:
-            SpangradError: another process owns it, or it cannot be locked.
+            SpangradError: another process owns it, or it cannot be made or locked.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / LOCK).open("a+")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / LOCK).open("a+")
+        except OSError as error:
+            raise SpangradError(f"{self.path} cannot be the directory of a run ({error.strerror}). Name another directory.") from error
         end = time.monotonic() + _LOCK_SECONDS
         while not (locked := lock_alone(lock, str(self.path / LOCK), SpangradError)) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
@@ -124,7 +127,7 @@ def fresh_directory(path: Path) -> RunDirectory:
     Raises:
         SpangradError: the directory is not empty, and no earlier run created it.
     """
-    if path.exists() and any(path.iterdir()) and not (path / LOCK).exists():
+    if path.is_dir() and any(path.iterdir()) and not (path / LOCK).exists():
         raise SpangradError(f"{path} is not empty and no earlier run made it. Name another --directory.")
     return RunDirectory(path)
 
@@ -140,7 +143,7 @@ def owner_of(path: Path) -> str | None:
                 return owner if owner and not is_dead(owner) else None
             except OSError:
                 pass  # no process can own it on a file system without locks
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         pass
     return None
 

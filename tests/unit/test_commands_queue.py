@@ -67,7 +67,7 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
         assert await printed(command._retry, "r1") == snapshot("queued again: 1\n")
         assert await printed(command._purge, older_than_days=1.0) == snapshot("deleted: 0\n")
         assert await printed(command._purge, older_than_days=0.0, run="run") == snapshot("deleted: 2\n")
-        with pytest.raises(SettingsError, match=r"^--older-than-days -1 is less than 0\. Name how many days ago rollouts must have ended"):
+        with pytest.raises(SettingsError, match=r"^--older-than-days -1 is no age\. Name how many days ago rollouts must have ended"):
             await printed(command._purge, older_than_days=-1.0)
         with pytest.raises(SettingsError, match=r"^name --older-than-days DAYS: queue\.keep_days is not set\.$"):
             await asyncio.to_thread(command._purge, set_=[*where, "queue.keep_days=null"])

@@ -86,8 +86,8 @@ def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> GpuCluste
     Raises:
         SettingsError: it is of another form, or names no known GPU.
     """
-    match = re.fullmatch(r"([1-9]\d*)x(.+)", gpus.strip())
-    if match is None or hosts < 1 or (host_gb is not None and host_gb <= 0):
+    match = re.fullmatch(r"([1-9]\d{0,2})x(.+)", gpus.strip())
+    if match is None or hosts < 1 or (host_gb is not None and not 0 < host_gb < 1e9):
         raise SettingsError(
             f"--gpus {gpus!r} on --nodes {hosts} is no cluster. Write the GPUs of one host as COUNTxMEMORY in GB or COUNTxNAME, such as "
             "8x80 or 8xH100, and the number of hosts as --nodes."
