@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.output_files import make_directory_of
 from commands.training.agents import ProgramArguments, agent_spec, command_of
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.task_files import read_tasks
@@ -153,8 +154,10 @@ def _optimise(
         raise PromptError("set queue.url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
     command = command_of(program, arguments)
     spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
-    start = _store(settings).get(name)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
+    if out is not None:
+        make_directory_of(out / "result.json", "--out:")
+    start = _store(settings).get(name)
     agent_words = [*spec.host_arguments(), str(spec.directory.resolve())]
     question = Question(search_id(start, learn, measured, settings, agent_words), start, tuple(learn), tuple(measured))
     try:

@@ -127,6 +127,12 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["worker", ""], {}, 1, "the agent's program is an empty word."),
         (["worker", "--directory", "latin.txt", "python"], {}, 1, "latin.txt is no directory."),
         (["queue", "dead", "--limit", "0"], {}, 2, "--limit 0 lists nothing. Give 1 or more."),
+        (
+            ["prompt", "optimise", "p", "--tasks", "nowhere", "--set", "queue.url=http://127.0.0.1:9", "python"],
+            {},
+            1,
+            "nowhere is neither a file nor a directory.",
+        ),
         (["engine", "--model", "nowhere"], {}, 1, "nowhere"),
         (["train"], {}, 2, "trainer.model is not set."),
         (["train", "--model", "nowhere"], {}, 2, "trainer.model = 'nowhere' is no directory."),
