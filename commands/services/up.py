@@ -122,15 +122,15 @@ def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
     with log.open("wb") as out:
         command = own_command("up", *options, *(["--", *agent] if agent else []))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-    shown = 0
+    printed = 0
     try:
         while not ((status := status_of(directory)) and status.get("ready")):
             ended = process.poll() is not None
             text = log.read_text(errors="replace")
             lines = text[: text.rfind("\n") + 1].splitlines()
-            for line in lines[shown:]:
+            for line in lines[printed:]:
                 print(line, file=sys.stderr if ended else sys.stdout, flush=True)
-            shown = len(lines)
+            printed = len(lines)
             if ended:
                 sys.exit(process.returncode or 1)
             time.sleep(_POLL_SECONDS)
