@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ _AGENT_VARIABLES = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
 _OF_PROMPTS = {f"SPANGRAD_PROMPT{suffix}" for suffix in ("", "_NAME", "_TOKEN", "_URL", "_VARIABLE", "_VERSION")}
 ENV_NOT_SETTINGS = frozenset(_FILES | _AGENT_VARIABLES | _OF_PROMPTS)
 """Variables with our prefix that name files, or that describe an attempt to its agent; they are read where they are used."""
+_SERVICE_LINK = re.compile(
+    rf"{ENV_PREFIX}(?!\w*{ENV_NESTING})(\w+_)?(SERVICE_HOST=|SERVICE_PORT(_\w+)?=|PORT=(tcp|udp|sctp)://|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=)"
+)
+"""Variables by which Kubernetes gives every container the address of a service such as spangrad-store."""
 _OF_THIS_PROCESS = _AGENT_VARIABLES | {"SPANGRAD_CONFIG"}
 DEFAULT_FILE = "spangrad.toml"
 _PYTHON = "engine.python"
@@ -139,7 +144,7 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
     named = {
         name: name.removeprefix(ENV_PREFIX).lower().replace(ENV_NESTING, ".")
         for name in env
-        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_SETTINGS
+        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_SETTINGS and not _is_service_link(name, env[name])
     }
     for name, key in named.items():
         if key not in _KEYS and key not in _SECTIONS:
@@ -150,6 +155,11 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
         return _as_written(_leaves(source()))
     except UnreadableVariableError as error:
         raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Return whether Kubernetes set a variable; `SPANGRAD_GATEWAY_PORT=9000` is a user's, with an underscore missing."""
+    return name.removeprefix(ENV_PREFIX).lower() not in _KEYS | _SECTIONS and bool(_SERVICE_LINK.match(f"{name}={value}"))
 
 
 def _as_written(leaves: Iterable[tuple[str, object]]) -> dict[str, object]:

@@ -129,6 +129,7 @@ def test_deploy_kubernetes_objects_are_consistent() -> None:
     assert len(kinds) == len(set(kinds))
     claims = {name for kind, name in kinds if kind == "PersistentVolumeClaim"}
     for name, pod in pods():
+        assert pod["enableServiceLinks"] is False, name
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         used = {volume["persistentVolumeClaim"]["claimName"] for volume in volumes.values() if "persistentVolumeClaim" in volume}
         assert used <= claims, name

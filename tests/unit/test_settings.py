@@ -9,7 +9,7 @@ import pytest
 from spangrad.errors import SettingsError
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings
 from spangrad.settings.explain import explain_key
-from spangrad.settings.sources import Origin, explain_settings, load_settings
+from spangrad.settings.sources import Origin, explain_settings, load_settings, settings_variables
 
 
 def test_load_settings_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
@@ -132,6 +132,30 @@ def test_load_settings_none_can_be_given_by_every_source(tmp_path: Path) -> None
 
 def test_load_settings_ignores_binary_variables() -> None:
     assert load_settings(env={"SPANGRAD_CHGO": "/x", "SPANGRAD_OTELCOL": "/y"}) == load_settings(env={})
+
+
+def test_load_settings_ignores_addresses_of_kubernetes_services() -> None:
+    links = {
+        "SPANGRAD_STORE_SERVICE_HOST": "10.0.0.1",
+        "SPANGRAD_STORE_SERVICE_PORT": "4317",
+        "SPANGRAD_STORE_SERVICE_PORT_OTLP_GRPC": "4317",
+        "SPANGRAD_STORE_PORT": "tcp://10.0.0.1:4317",
+        "SPANGRAD_STORE_PORT_4317_TCP": "tcp://10.0.0.1:4317",
+        "SPANGRAD_STORE_PORT_4317_TCP_PROTO": "tcp",
+        "SPANGRAD_STORE_PORT_4317_TCP_PORT": "4317",
+        "SPANGRAD_STORE_PORT_4317_TCP_ADDR": "10.0.0.1",
+        "SPANGRAD_PORT_53_UDP_ADDR": "10.0.0.2",
+    }
+    assert load_settings(env={**links, "SPANGRAD_STORE__OTLP_GRPC_PORT": "7"}).store.otlp_grpc_port == 7
+    assert load_settings(env=settings_variables(env=links)) == load_settings(env={})
+
+
+@pytest.mark.parametrize(
+    "variable", [{"SPANGRAD_GATEWAY_PORT": "9000"}, {"SPANGRAD_STORE__SERVICE_HOST": "a"}, {"SPANGRAD_STORE_SERVICE": "a"}]
+)
+def test_load_settings_refuses_variables_like_those_of_services(variable: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="unknown setting SPANGRAD_"):
+        load_settings(env=variable)
 
 
 def test_build_spec_changes_with_build_settings_only() -> None:
