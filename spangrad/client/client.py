@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from spangrad.callables import is_file, reference_of
-from spangrad.client.queue_http import QueueHttp
+from spangrad.client.queue_http import OPEN_STATES, QueueHttp
 from spangrad.client.result import ProgressLine, RolloutSummary, RolloutTally, TrainResult, Validation
 from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.client.task_store import StoredTasks, TaskStore
@@ -39,7 +39,6 @@ TRAIN, TEST = "train", "test"
 """Names of the data sets in the queue."""
 _WAIT_SECONDS = 2.0
 """Time that one request waits for ended rollouts, in seconds; workers are checked between two requests."""
-_OPEN = ("queued", "running")
 
 
 @dataclass(slots=True)
@@ -221,16 +220,17 @@ class Client:
     def _is_busy(self) -> bool:
         """Return whether groups are requested and not enqueued, or are in flight."""
         demand, states = self._queue.demand(), self._queue.states()
-        return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in _OPEN)
+        return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in OPEN_STATES)
 
     def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[dict[str, Any]]:
         """Return the rollouts of the next epochs, beginning with the one that was begun and has not ended."""
         first = 0
         while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1]["rollout_id"]):
             first += 1
-        states = self._queue.states()
-        if first and any(states.get(state) for state in _OPEN):
-            first -= 1  # left by a script that was killed
+        # A script that was killed left them; what is open beside them, such as test data, is of no epoch.
+        open_ids = self._queue.open_ids() if first else set[str]()
+        while first and any(rollout["rollout_id"] in open_ids for rollout in self._rollouts(stored, tasks, first - 1, Mode.TRAIN)):
+            first -= 1
         return [rollout for epoch in range(first, first + epochs) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
 
     def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
+OPEN_STATES = ("queued", "running")
+"""States of rollouts that have not ended, in the order in which a rollout has them."""
 _ANSWER_SECONDS = 120.0
 _AT_ONCE = 2000
 """Largest number of rollouts in one request."""
@@ -75,6 +77,18 @@ class QueueHttp:
     def states(self) -> dict[str, int]:
         """Return the number of the run's rollouts in each state."""
         return self.ask("GET", "")["states"]
+
+    def open_ids(self) -> set[str]:
+        """Return the ids of the run's rollouts that have not ended."""
+        ids = set[str]()
+        for state in OPEN_STATES:
+            after: int | None = 0
+            while after is not None:
+                query = {"run": self.run_id, "state": state, "after": after, "limit": _PAGE}
+                page = self.ask("GET", f"/v1/rollouts?{urlencode(query)}")
+                ids.update(rollout["rollout_id"] for rollout in page["rollouts"])
+                after = page["cursor"] if page["rollouts"] else None
+        return ids
 
     def cursor(self) -> int:
         """Return the newest cursor in the order in which the run's rollouts ended."""

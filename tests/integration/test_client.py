@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 
 from spangrad import semconv
+from spangrad.client.client import TEST, TRAIN, Client
 from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
+from spangrad.types import Mode
 from tests.support.runners import RunnerServices, queue_server, queue_settings, runner_services
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
@@ -170,6 +172,24 @@ def test_client_with_trainer_demand_makes_demanded_groups(tmp_path: Path) -> Non
         assert code == 0, err
         assert re.match(r"run slow: 3 groups in \d+ s; 12 rollouts \(12 succeeded\), mean reward \+1\.000\n", out)
         assert on.queue("slow").states() == {"succeeded": 12}
+
+
+def test_client_epochs_resume_only_those_with_open_rollouts(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    with queue_server(settings, tmp_path / "queue.log"):
+        client = Client(settings.queue.url or "", run_id="again", settings={"runner.group_size": 2})
+        client.upload_data([{"q": n} for n in range(600)], test_file=[{"q": -1}])
+        (stored, tasks), (tests, test_tasks) = client._data[TRAIN], client._data[TEST]
+        epochs = [client._rollouts(stored, tasks, epoch, Mode.TRAIN) for epoch in range(3)]
+        client._queue.enqueue([*epochs[0], *epochs[1]])
+        assert client._epochs(stored, tasks, 1) == epochs[0]
+        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout["rollout_id"] for rollout in epochs[0]]})
+        last = epochs[1].pop()["rollout_id"]
+        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout["rollout_id"] for rollout in epochs[1]]})
+        assert client._epochs(stored, tasks, 1)[-1]["rollout_id"] == last
+        client._queue.enqueue(client._rollouts(tests, test_tasks, "interrupted", Mode.VALIDATE))
+        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [last]})
+        assert client._epochs(stored, tasks, 1) == epochs[2]
 
 
 UNGUARDED = """
