@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from commands.inspection.rollout_tree import draw
 from spangrad.store.rollout.record import Build, Conclusion, Record, Span
+from spangrad.store.rollout.tree import children
 
 # Two attempts, a tool, and two calls, of which one has two choices. The clock of a client's span is an hour slow: that does not matter.
 WHOLE = msgspec.json.decode((Path(__file__).parents[1] / "fixtures/rollout.json").read_bytes(), type=Record)
@@ -84,6 +87,39 @@ not built yet
     └── below · 5 ms
 """
     )
+
+
+class CountedText(str):
+    """A text that counts how often it is compared or hashed, and fails when that is too often."""
+
+    __slots__ = ()
+    steps_left = 0
+
+    def __eq__(self, other: object) -> bool:
+        self.step()
+        return str.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        self.step()
+        return str.__hash__(self)
+
+    @classmethod
+    def step(cls) -> None:
+        cls.steps_left -= 1
+        assert cls.steps_left > 0
+
+
+@pytest.mark.parametrize(
+    ("count", "parent"), [(10_000, lambda _: "lost"), (5_000, lambda n: f"{n - 1:x}"), (5_000, lambda n: f"{n + 1:x}")]
+)
+def test_children_of_orphans_or_a_long_chain_takes_linear_steps(count: int, parent: Callable[[int], str]) -> None:
+    facts = {"trace": CountedText("t0"), "name": CountedText("tool")}
+    spans = [span(own=f"{n:x}", parent=parent(n), **facts) for n in range(1, count + 1)]
+    root = next(replace(span, attempt=0) for span in WHOLE.spans if span.is_root)
+    CountedText.steps_left = 100 * count
+    below = children({span.key: span for span in [root, *spans]})
+    assert sum(map(len, below.values())) == count + 1
+    assert below[None] == [root]
 
 
 def test_draw_spans_without_sequence_orders_by_time() -> None:

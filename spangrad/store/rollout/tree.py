@@ -9,45 +9,53 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 
 from spangrad.store.rollout.record import Span
 
 Key = tuple[str, str]
 """Trace id and span id of a span."""
+_ANY_TRACE = ""
 
 
 def children(spans: Mapping[Key, Span]) -> Mapping[Key | None, Sequence[Span]]:
     """Return the children of each span, in order; those of None are at the top: the root spans of the attempts, above all."""
-    parents = {key: _parent(span, spans) for key, span in spans.items()}
+    roots = dict[tuple[int, str], Span]()
+    for root in sorted((span for span in spans.values() if span.is_root), key=lambda span: span.key):
+        for trace in (root.trace, _ANY_TRACE):
+            roots.setdefault((root.attempt, trace), root)
+    parents = {key: _parent(span, spans, roots) for key, span in spans.items()}
+    cyclic = _cyclic(parents)
     below = defaultdict[Key | None, list[Span]](list)
     for key, span in spans.items():
-        below[parents[key] if _has_acyclic_parent(key, parents) else None].append(span)
+        below[None if key in cyclic else parents[key]].append(span)
     for key, siblings in below.items():
         siblings.sort(key=lambda span, parent=spans[key] if key else None: _order(span, parent))
     return below
 
 
-def _parent(span: Span, spans: Mapping[Key, Span]) -> Key | None:
+def _parent(span: Span, spans: Mapping[Key, Span], roots: Mapping[tuple[int, str], Span]) -> Key | None:
     """Return the span to place this one under: its parent, else the root of its trace or attempt, else none."""
     if (span.trace, span.parent) in spans:
         return span.trace, span.parent
     if span.is_root:
         return None
-    roots = [root for root in spans.values() if root.is_root and root.attempt == span.attempt]
-    nearest = min(roots, key=lambda root: (root.trace != span.trace, root.key), default=None)
+    nearest = roots.get((span.attempt, span.trace)) or roots.get((span.attempt, _ANY_TRACE))
     return nearest.key if nearest else None
 
 
-def _has_acyclic_parent(key: Key, parents: Mapping[Key, Key | None]) -> bool:
-    """Return False for a span that is its own ancestor: it is placed at the top of the tree instead of under its parent."""
-    seen = {key}
-    above = parents[key]
-    while above is not None:
-        if above in seen:
-            return above != key
-        seen.add(above)
-        above = parents[above]
-    return True
+def _cyclic(parents: Mapping[Key, Key | None]) -> set[Key]:
+    """Return the spans that are their own ancestors: they are placed at the top of the tree instead of under their parents."""
+    cyclic, followed = set[Key](), set[Key]()
+    for key in parents:
+        path, above = dict[Key, None](), key
+        while above is not None and above not in path and above not in followed:
+            path[above] = None
+            above = parents[above]
+        if above in path:
+            cyclic.update(dropwhile(lambda ancestor, first=above: ancestor != first, path))
+        followed |= path.keys()
+    return cyclic
 
 
 def _order(span: Span, parent: Span | None) -> tuple[object, ...]:
