@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from collector.schema.cluster import Layout
 from collector.schema.migrations import pending
 from spangrad.errors import SpangradError, StoreError
-from spangrad.http.service import in_url
+from spangrad.http.service import in_url, without_userinfo
 from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import executing
@@ -116,7 +116,9 @@ def require_schema(store: StoreSettings) -> None:
         lacking = pending(execute, Layout.of(store), incomplete=False)
     if lacking:
         names = ", ".join(migration.name for migration in lacking)
-        raise StoreError(f"the span store at {store.url} lacks {names}. Apply what is missing: `spangrad schema migrate`.")
+        raise StoreError(
+            f"the span store at {without_userinfo(store.url)} lacks {names}. Apply what is missing: `spangrad schema migrate`."
+        )
 
 
 def config_files(settings: Settings) -> list[Path]:

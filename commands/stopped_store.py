@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from spangrad.errors import StoreError
 from spangrad.http.json_http import status_of
+from spangrad.http.service import without_userinfo
 from spangrad.processes import LOOPBACK
 from spangrad.settings import StoreSettings
 
@@ -31,19 +32,20 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     if _listens(store.url):
         yield store
         return
+    shown_url = without_userinfo(store.url)
     if urlsplit(store.url).hostname not in LOOPBACK:
-        raise StoreError(f"no span store answers at {store.url}. Start it there, or set store.url to the one that you mean.")
+        raise StoreError(f"no span store answers at {shown_url}. Start it there, or set store.url to the one that you mean.")
     stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
     if not stopped:
         raise StoreError(
-            f"no span store answers at {store.url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
+            f"no span store answers at {shown_url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
         )
     if user := user_of(stopped[0]):
         raise StoreError(
-            f"no span store answers at {store.url}: process {user} has {stopped[0]} open, and answers elsewhere."
+            f"no span store answers at {shown_url}: process {user} has {stopped[0]} open, and answers elsewhere."
             " Set store.url to where it does."
         )
-    print(f"no store answers at {store.url}: opening {stopped[0]} for this question", file=sys.stderr)
+    print(f"no store answers at {shown_url}: opening {stopped[0]} for this question", file=sys.stderr)
     with own_store(stopped[0], store) as opened:
         yield opened
 

@@ -39,7 +39,8 @@ def settings_page() -> Iterator[str]:
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    from spangrad.settings.explain import default_text, docstrings, models_in, type_name
+    from spangrad.settings.explain import default_text, docstrings, type_name
+    from spangrad.settings.section import models_in
 
     texts = docstrings(model)
     rows: list[tuple[str, ...]] = []

@@ -15,6 +15,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.stopped_store import answering_store
 from commands.times import parse_time
 from spangrad.errors import SettingsError, StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.settings import Selection
 from spangrad.types import DropReason
 
@@ -132,7 +133,7 @@ def dataset_of_settings(client: Client, url: str, settings: Settings, as_of: dat
     there = [one for one in datasets.known(client, url) if one.name == name and (as_of is None or one.created <= as_of)]
     if there and all(one.build_spec != spec for one in there):
         raise StoreError(
-            f"the store at {url} holds no revision of {name} that was built with these settings. "
+            f"the store at {without_userinfo(url)} holds no revision of {name} that was built with these settings. "
             f"Name one with --dataset: {', '.join(map(str, there))}; or `spangrad build` with them first."
         )
     return next((str(one) for one in there if one.build_spec == spec), name)

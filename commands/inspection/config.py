@@ -25,5 +25,5 @@ def config(*, explain: Annotated[str | None, Parameter("--explain")] = None, con
         return
     table = plain_table("setting", "value", "from")
     for origin in explain_settings(flag_values(set_), file=config):
-        table.add_row(origin.key, str(origin.value), origin.source, style=None if origin.source == "default" else "bold")
+        table.add_row(origin.key, origin.text, origin.source, style=None if origin.source == "default" else "bold")
     plain_console().print(table)

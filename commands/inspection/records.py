@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import LedgerError, StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,9 @@ def read_record(client: Client, settings: Settings, id_: str, attempt: int | Non
         record = replace(read(client, id_, describe, attempt, _skip_lookup(ledger) if ledger else None), ledger_silent=error)
     if not record.spans:
         what = f"rollout {id_!r}" if attempt is None else f"attempt {attempt} of rollout {id_!r}"
-        missing = StoreError(f"the store at {settings.store.url} holds no span of {what}. {similar_ids(client, id_, attempt)}")
+        missing = StoreError(
+            f"the store at {without_userinfo(settings.store.url)} holds no span of {what}. {similar_ids(client, id_, attempt)}"
+        )
         missing.http_status = 404
         raise missing
     return record

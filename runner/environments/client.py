@@ -21,7 +21,7 @@ import msgspec
 from runner.environments.wire import ExpiredLeases, InstanceHeartbeat, InstanceRequest, Leased
 from spangrad.errors import EnvironmentsError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RemoteService, RequestError
+from spangrad.http.service import RemoteService, RequestError, without_userinfo
 from spangrad.leases import BEATS, beat
 from spangrad.types import AttemptFailure, Stage
 
@@ -71,9 +71,9 @@ class EnvironmentClient:
             url: address of the service.
             token: bearer token. None: the service asks for none.
         """
-        self._url = url.rstrip("/")
+        self._url = without_userinfo(url.rstrip("/"))
         remedy = "Start it with `spangrad environments`, or fix --environment."
-        self._client = AsyncClient(RemoteService("the environment service", self._url, token, EnvironmentsError, remedy))
+        self._client = AsyncClient(RemoteService("the environment service", url, token, EnvironmentsError, remedy))
         self._held: dict[str, LeasedInstance] = {}
         self._heartbeat_task: asyncio.Task[None]
         self._changed = asyncio.Event()

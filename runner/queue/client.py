@@ -53,7 +53,7 @@ from runner.queue.wire import (
 )
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import in_url, queue_service
+from spangrad.http.service import in_url, queue_service, without_userinfo
 from spangrad.leases import BEATS, beat
 from spangrad.settings import QueueSettings
 from spangrad.text_sanitizer import storable
@@ -78,12 +78,12 @@ class QueueClient:
         """Store the arguments; the first request connects.
 
         Args:
-            url: address of the queue; queue.url.
+            url: address of the queue; queue.url. The attribute is without user and password, for texts.
             token: bearer token; queue.token. None: the queue asks for none.
             retry_seconds: time for which requests are retried while the queue does not answer.
         """
-        self.url = url.rstrip("/")
-        self._client = AsyncClient(queue_service(self.url, token, retry_seconds), seconds=_ANSWER_SECONDS)
+        self.url = without_userinfo(url.rstrip("/"))
+        self._client = AsyncClient(queue_service(url, token, retry_seconds), seconds=_ANSWER_SECONDS)
         self._ids = ordered_ids()
 
     @classmethod

@@ -15,7 +15,7 @@ from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.errors import SpangradError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RemoteService, RequestError
+from spangrad.http.service import RemoteService, RequestError, without_userinfo
 from spangrad.types import AttemptFailure, Stage
 
 
@@ -30,7 +30,7 @@ class RewardClient:
             token: bearer token. None: the service asks for none.
             connections: largest number of connections.
         """
-        self._url = url
+        self._url = without_userinfo(url)
         service = RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
         self._client = AsyncClient(service, connections=connections)
 

@@ -19,6 +19,7 @@ from runner.sandboxes.policy import RemoteServer, SandboxPolicy, inner_interpret
 from runner.sandboxes.remote import require_expressible
 from runner.sandboxes.seccomp import write_filter
 from spangrad.errors import SandboxError
+from spangrad.http.service import without_userinfo
 from spangrad.types import SandboxRung
 
 _PROBE_SECONDS = 30.0
@@ -66,7 +67,7 @@ def prepare(
     if engine is SandboxRung.REMOTE:
         require_narrow(policy)  # the directory is uploaded
         server = require_expressible(policy)
-        return SandboxEngine(engine, (), f"{server.url} is its server", directory=policy.directory, remote=server)
+        return SandboxEngine(engine, (), f"{without_userinfo(server.url)} is its server", directory=policy.directory, remote=server)
     return choose(with_supervisor(policy), engine, least)
 
 

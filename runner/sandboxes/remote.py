@@ -22,6 +22,7 @@ import aiohttp
 from runner.sandboxes.policy import RemoteServer, SandboxPolicy
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult
 from spangrad.errors import SandboxError, SandboxRequestError
+from spangrad.http.service import without_userinfo
 from spangrad.types import SandboxRung
 
 _RAISED_STATUS = 511
@@ -94,7 +95,7 @@ class RemoteSandbox:
             await self._upload(self.directory, await asyncio.to_thread(_zipped, self._source), unzip=True)
         except SandboxRequestError as error:
             await self._session.close()
-            raise SandboxError(f"the sandbox of {self._server.url} did not start: {error}") from None
+            raise SandboxError(f"the sandbox of {without_userinfo(self._server.url)} did not start: {error}") from None
         except BaseException:
             await self._session.close()
             raise
@@ -115,11 +116,12 @@ class RemoteSandbox:
     async def _send(self, path: str, **content: Any) -> dict[str, Any]:
         assert self._session is not None
         url = f"{self._server.url.rstrip('/')}/{path}"
+        shown_url = without_userinfo(url)
         try:
             async with self._session.post(url, **content) as response:
                 text = await response.text()
-        except (aiohttp.ClientError, OSError) as error:
-            raise SandboxRequestError(f"{url} does not answer ({error}). {_REMEDY}") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise SandboxRequestError(f"{shown_url} does not answer ({error}). {_REMEDY}") from None
         try:
             answer = json.loads(text)
             if response.status == _RAISED_STATUS:
@@ -127,9 +129,9 @@ class RemoteSandbox:
                 raise RemoteError(raised["message"], raised["class_path"].rpartition(".")[2], raised.get("extra_info") or {})
             if response.status >= 300:
                 detail = answer.get("detail", text) if isinstance(answer, dict) else text
-                raise SandboxRequestError(f"{url} refuses ({response.status}): {detail}. See runner.sandbox.token.")
+                raise SandboxRequestError(f"{shown_url} refuses ({response.status}): {detail}. See runner.sandbox.token.")
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise SandboxRequestError(f"{url} does not speak SWE-ReX ({response.status}): {text[:200]!r}. {_REMEDY}") from None
+            raise SandboxRequestError(f"{shown_url} does not speak SWE-ReX ({response.status}): {text[:200]!r}. {_REMEDY}") from None
         return answer
 
     async def _execute(self, command: Sequence[str], directory: str | None = None, timeout_seconds: float | None = None) -> dict[str, Any]:

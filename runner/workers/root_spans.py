@@ -29,7 +29,7 @@ from spangrad.agent.reward_values import Rewards, entries
 from spangrad.encoding import otlp
 from spangrad.errors import StoreError
 from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RemoteService, bearer
+from spangrad.http.service import RemoteService, bearer, without_userinfo
 from spangrad.settings import StoreSettings
 from spangrad.types import Rollout, SandboxRung
 
@@ -176,14 +176,14 @@ class RootSpans:
             StoreError: the time limit has passed, or a span was given up, before or now.
         """
         end = asyncio.get_running_loop().time() + retry_seconds
+        endpoint = without_userinfo(self._store.otlp_endpoint)
         while not await asyncio.to_thread(self._sending.force_flush, _FLUSH_MILLISECONDS):
             if asyncio.get_running_loop().time() > end:
-                endpoint = self._store.otlp_endpoint
                 seconds = f"{retry_seconds:g} s"
                 raise StoreError(f"the store at {endpoint} has not taken root spans for {seconds}. Start it with `spangrad store`.")
         if self._sending.lost:  # it stays set: each of the concurrent callers must raise
             raise StoreError(
-                f"root spans did not get into the store at {self._store.otlp_endpoint} ({self._sending.lost_because}), and the queue is "
+                f"root spans did not get into the store at {endpoint} ({self._sending.lost_because}), and the queue is "
                 "not informed of attempts without them. Check why the store refuses them; then the rollouts are run again."
             )
 

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from spangrad.errors import QueueError
 from spangrad.http.json_http import ask
-from spangrad.http.service import queue_service
+from spangrad.http.service import queue_service, without_userinfo
 
 if TYPE_CHECKING:
     from spangrad.settings import QueueSettings
@@ -69,5 +69,5 @@ def _ask(queue: QueueSettings, method: str, run_id: str, seconds: float, body: d
         return Stated(int(response["groups"]), int(response["enqueued"]))
     except (ValueError, KeyError, TypeError) as error:
         raise QueueError(
-            f"{queue.url} answers {method} {path} with something else than a demand ({error!r}). Is it the queue's?"
+            f"{without_userinfo(queue.url)} answers {method} {path} with something else than a demand ({error!r}). Is it the queue's?"
         ) from error

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlencode
 
 from spangrad.errors import QueueError
 from spangrad.http.json_http import ask
-from spangrad.http.service import queue_service
+from spangrad.http.service import queue_service, without_userinfo
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -33,12 +33,12 @@ class QueueHttp:
         """Store the arguments; no request is sent yet.
 
         Args:
-            url: URL of the queue.
+            url: URL of the queue; the attribute is without user and password, for texts.
             token: token that the queue requires. None: it requires none.
             run_id: run of all requests.
             retry_seconds: time for which requests are retried while the queue does not answer, in seconds.
         """
-        self.url = url.rstrip("/")
+        self.url = without_userinfo(url.rstrip("/"))
         self.run_id = run_id
         self._service = queue_service(url, token, retry_seconds)
 

@@ -102,6 +102,8 @@ class AsyncClient:
                         await asyncio.sleep(retries.pause(failure))
         except TimeoutError:
             raise last from None
+        except ValueError as error:  # not a URL, or not a header, which no later try improves
+            raise RequestError.of_connection(error) from error
 
     async def _once(self, method: str, path: str, body: bytes | None, query: Mapping[str, str] | None) -> bytes:
         if self._session is None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from ssl import SSLError
 from typing import Any
 
-from spangrad.http.service import RemoteService, RequestError, Retries
+from spangrad.http.service import RemoteService, RequestError, Retries, without_userinfo
 
 
 def ask(service: RemoteService, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
@@ -48,9 +48,9 @@ def ask(service: RemoteService, method: str, path: str, body: Mapping[str, objec
 
 
 def status_of(url: str, seconds: float = 2.0) -> int | None:
-    """Return the status of a GET, 0 where TLS fails. None: there is no whole response."""
+    """Return the status of a GET without user and password, 0 where TLS fails. None: there is no whole response."""
     try:
-        with urllib.request.urlopen(url, timeout=seconds) as response:
+        with urllib.request.urlopen(without_userinfo(url), timeout=seconds) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -78,6 +78,8 @@ def _send(request: urllib.request.Request, seconds: float) -> Any:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise RequestError.of_response(error.code, _body(error), error.headers.get("Retry-After"), str(error.reason)) from error
+    except http.client.InvalidURL as error:  # its text may hold a part of a password
+        raise RequestError("the URL's host or port is not valid") from error
     except http.client.HTTPException as error:
         raise RequestError(repr(error)) from error
     except (OSError, ValueError) as error:

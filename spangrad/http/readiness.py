@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from spangrad.errors import SpangradError
 from spangrad.http.json_http import status_of
+from spangrad.http.service import without_userinfo
 from spangrad.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -67,8 +68,10 @@ def await_services(services: Iterable[NeededService], timeout_seconds: float) ->
             now = time.monotonic()
             remedy = f"Start it with `spangrad {service.command}`, or everything with `spangrad up`, or set {service.setting}."
             if now > end:
-                raise SpangradError(f"{service.name} at {service.url} does not answer after {timeout_seconds:g} s. {remedy}")
+                raise SpangradError(
+                    f"{service.name} at {without_userinfo(service.url)} does not answer after {timeout_seconds:g} s. {remedy}"
+                )
             if now >= reminder:
-                logger.warning("waiting for %s, which does not answer at %s. %s", service.name, service.url, remedy)
+                logger.warning("waiting for %s, which does not answer at %s. %s", service.name, without_userinfo(service.url), remedy)
                 reminder = now + _REMINDER_SECONDS
             time.sleep(_POLL_SECONDS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,16 @@ logger = logging.getLogger(__name__)
 def in_url(host: str) -> str:
     """Return a host as it stands in a URL: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def is_sendable(text: str) -> bool:
+    """Return whether every client can send a text in a header: printable ASCII alone, and so no line break."""
+    return text.isascii() and text.isprintable()
+
+
+def without_userinfo(url: str) -> str:
+    """Return a URL without user and password, as errors and logs show it; a text that is no URL is left as it is."""
+    return re.sub(r"^(\w[\w+.-]*://)?[^/?#\s]*@", r"\1", url)
 
 
 class RequestError(Exception):
@@ -99,6 +110,23 @@ class RemoteService:
         """Return the URL of a path; that of the service itself for an empty one."""
         return f"{self.url.rstrip('/')}{path}" if path else self.url
 
+    def __post_init__(self) -> None:
+        """Refuse a token that no request can carry: the HTTP library would show it in its error.
+
+        Raises:
+            SpangradError: of the service's class.
+        """
+        if self.token and not is_sendable(self.token):
+            raise self.error(
+                f"the token for {self.name} at {self.shown_url} has a line break or another character that no header can have. Set it to "
+                "one line of printable ASCII characters."
+            )
+
+    @property
+    def shown_url(self) -> str:
+        """URL as errors show it."""
+        return without_userinfo(self.url.rstrip("/"))
+
     @property
     def headers(self) -> dict[str, str]:
         """Headers of each request: the token, JSON as the type of bodies, and the service's own."""
@@ -106,10 +134,10 @@ class RemoteService:
 
     def error_for(self, failure: RequestError, method: str, path: str) -> SpangradError:
         """Return a failed request as an error for users; its `http_status` is that of a refusal."""
-        url = self.url.rstrip("/")
         if failure.status is None:
-            return self.error(f"{self.name} at {url} does not answer ({failure.reason}). {self.remedy}")
-        error = self.error(f"{self.name} at {url} refuses {method} {path} ({failure.status}): {failure.reason}")
+            reason = failure.reason.replace(self.url, self.shown_url)
+            return self.error(f"{self.name} at {self.shown_url} does not answer ({reason}). {self.remedy}")
+        error = self.error(f"{self.name} at {self.shown_url} refuses {method} {path} ({failure.status}): {failure.reason}")
         error.http_status = failure.status
         return error
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from spangrad.settings import Settings
+from spangrad.settings.section import models_in
 from spangrad.settings.sources import explain_settings, require_known
 
 _UNITS = {"seconds": "seconds", "days": "days", "ms": "milliseconds", "bytes": "bytes", "mib": "MiB", "tokens": "tokens", "rows": "rows"}
@@ -46,7 +47,7 @@ def explain_key(key: str, flags: Mapping[str, object] | None = None, *, file: Pa
         lines = [f"[{key}]  {' '.join((field.annotation.__doc__ or '').split())}"]
         for child in field.annotation.model_fields:
             origin = origins.get(f"{key}.{child}")
-            shown = f"{origin.value} ({origin.source})" if origin else "a section"
+            shown = f"{origin.text} ({origin.source})" if origin else "a section"
             lines += [f"  {key}.{child} = {shown}" if origin else f"  {key}.{child}: {shown}", f"      {texts.get(child, '')}".rstrip()]
         return [line for line in lines if line]
     unit = _UNITS.get(name.rpartition("_")[2])
@@ -56,15 +57,8 @@ def explain_key(key: str, flags: Mapping[str, object] | None = None, *, file: Pa
         *([f"  unit:    {unit}"] if unit else []),
         f"  type:    {type_name(field.annotation)}".replace("`", ""),
         f"  default: {default_text(field)}".replace("`", ""),
-        f"  value:   {origins[key].value} ({origins[key].source})",
+        f"  value:   {origins[key].text} ({origins[key].source})",
     ]
-
-
-def models_in(kind: Any) -> list[type[BaseModel]]:
-    """Return the models that a type names."""
-    if inspect.isclass(kind) and issubclass(kind, BaseModel):
-        return [kind]
-    return [model for argument in get_args(kind) for model in models_in(argument)]
 
 
 def type_name(kind: Any) -> str:

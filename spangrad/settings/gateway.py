@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
-from spangrad.settings.section import Section
+from spangrad.settings.section import Section, Token
 
 Relaxation = Literal["strict_tools", "schemas", "top_p", "penalties", "tool_choice"]
 """Parts of a request that the gateway may relax: see `GatewaySettings.relax`."""
@@ -18,7 +18,7 @@ class ClientSettings(Section):
 
     name: str = Field(min_length=1)
     """Name of the client in refusals."""
-    token: SecretStr = Field(min_length=1)
+    token: Token
     """API key that the client sends: `Authorization: Bearer` or `x-api-key`."""
     rollouts: str = "*"
     """Pattern (`*`, `?`, `[abc]`) of the rollouts that the client's calls may name. `*` also allows calls that name none."""
@@ -39,7 +39,7 @@ class BackendSettings(Section):
     """Kind of upstream. `engine`: a vLLM of `spangrad engine`, which answers with token ids and takes orders. `openai`: any other server
     with OpenAI's interface (SGLang, a vLLM that `spangrad engine` did not start, a provider). `anthropic`: Anthropic's own interface.
     The calls of the last two are recorded without token ids."""
-    key: SecretStr | None = Field(default=None, min_length=1)
+    key: Token | None = None
     """API key of the upstream. The clients' keys are never forwarded."""
     limit: int | None = Field(default=None, ge=1)
     """Largest number of calls in flight; further ones wait. None: no limit."""
@@ -60,7 +60,7 @@ class GatewaySettings(Section):
     """TCP port of the gateway."""
     url: str = "http://127.0.0.1:8180"
     """URL at which agents, the runner and the trainer reach the gateway."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token with every permission, which spangrad's own processes send. None, and no `clients`: no token is required, and only loopback
     may be bound."""
     clients: tuple[ClientSettings, ...] = ()
@@ -73,7 +73,7 @@ class GatewaySettings(Section):
     """Size limit of a request's body, in bytes: prompts may carry images."""
     body_seconds: float = Field(default=30, gt=0)
     """Time limit for a request's body to arrive, in seconds; one second is added for each 64 KiB received."""
-    controller: str | None = Field(default=None, pattern=r"^https?://[^\s]+$")
+    controller: str | None = Field(default=None, pattern=r"^https?://[^\s@]+$")
     """URL of the gateway that gives orders to the engines. Set: this gateway sends calls to that one's backends and has none of its own,
     and `token` is the same for both. None: it gives the orders itself."""
     engine_url: str = "http://127.0.0.1:8000"
@@ -122,7 +122,7 @@ class EngineSettings(Section):
     """Address that vLLM's server binds to; any but loopback needs a token."""
     port: int = 8000
     """TCP port of vLLM's server."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token that every request to the engine but a health check carries; the gateway sends it. None: no token is required, and only
     loopback may be bound."""
     url: str | None = Field(default=None, pattern=r"^https?://")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
-from spangrad.settings.section import Section
+from spangrad.settings.section import Section, Token
 
 
 class PromptSettings(Section):
@@ -17,7 +17,7 @@ class PromptSettings(Section):
     """Environment variable in which a program finds the text of the prompt that its attempt is pinned to."""
     critic_url: str | None = None
     """Base URL, with `/v1`, of the model that criticises and edits prompts. None: the gateway's."""
-    critic_key: SecretStr | None = Field(default=None, min_length=1)
+    critic_key: Token | None = None
     """API key of the critic model's server. None: the gateway's token, where the critic is behind the gateway."""
     model: str | None = Field(default=None, min_length=1)
     """Name of the critic model. None: `gateway.policy`."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
-from spangrad.settings.section import Section
+from spangrad.settings.section import Section, Token
 from spangrad.types import POLICY_FAILURES, AttemptFailure, SandboxRung
 
 END_SECONDS = 30.0
@@ -78,7 +78,7 @@ class SandboxSettings(Section):
     """Weakest kind that `auto` may choose; the worker ends where the machine can do none."""
     url: str | None = Field(default=None, pattern=r"^https?://\S+$")
     """URL of the server of engine `remote`. None: there is none."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """API key that this server requires. None: it requires none."""
     network: Literal["services", "host"] = "services"
     """Network of the programs: gateway, queue and store alone, at their usual addresses; or all that this machine reaches."""

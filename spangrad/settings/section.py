@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from functools import reduce
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
+
+from spangrad.http.service import is_sendable
+
+
+def _one_line(token: SecretStr) -> SecretStr:
+    text = token.get_secret_value().strip()
+    if not text or not is_sendable(text):
+        raise ValueError("a token is one line of printable ASCII characters")
+    return SecretStr(text)
+
+
+Token = Annotated[SecretStr, Field(min_length=1), AfterValidator(_one_line)]
+"""Token or key that requests carry in a header; whitespace around it, such as the line break at the end of a file, is no part of it."""
+
+
+def models_in(kind: Any) -> list[type[BaseModel]]:
+    """Return the models that a type names."""
+    if inspect.isclass(kind) and issubclass(kind, BaseModel):
+        return [kind]
+    return [model for argument in get_args(kind) for model in models_in(argument)]
+
+
+def has_secret(kind: Any) -> bool:
+    """Return whether values of a type hold a secret."""
+    fields = [field.annotation for model in models_in(kind) for field in model.model_fields.values()]
+    return kind is SecretStr or any(map(has_secret, [*get_args(kind), *fields]))
 
 
 class Section(BaseModel):

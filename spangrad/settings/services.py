@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from spangrad.settings.section import Section
+from spangrad.settings.section import Section, Token
 
 
 class QueueSettings(Section):
@@ -19,7 +19,7 @@ class QueueSettings(Section):
     """Address that `spangrad queue` binds. Anything but loopback needs `queue.token`."""
     port: int = 8190
     """TCP port of `spangrad queue`."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
     db: SecretStr = SecretStr("sqlite:///data/queue.db")
     """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time uses it."""
@@ -39,7 +39,7 @@ class EnvironmentServiceSettings(Section):
     """Address that `spangrad environments` and `spangrad env serve` bind. Anything but loopback needs `environments.token`."""
     port: int = 8191
     """TCP port of `spangrad environments` and `spangrad env serve`."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds; for sessions: without an answer
@@ -61,7 +61,7 @@ class RewardServiceSettings(Section):
     """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards.token`."""
     port: int = 8192
     """TCP port of `spangrad rewards serve`."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token that the reward service requires, and that runners send it. None: no token is required."""
 
 
@@ -72,7 +72,7 @@ class ToolServiceSettings(Section):
     """Address that `spangrad tools --swe-rex` binds. Anything but loopback needs `tools.token`."""
     port: int = 8196
     """TCP port of `spangrad tools --swe-rex`."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """API key that the server of tools requires. None: no key is required."""
 
 
@@ -83,7 +83,7 @@ class PageSettings(Section):
     """Address that `spangrad page` binds. Anything but loopback needs `page.token`."""
     port: int = 8195
     """TCP port of `spangrad page`."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Token that browsers and clients of the page must show. None: no token is required, and only loopback may be bound."""
     trace_url: str | None = Field(default=None, pattern=r"^https?://")
     """URL of a trace in another tool, such as Jaeger, Langfuse or Grafana, with `{trace}` in the place of its id. None: no link is

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import EnvSettingsSource
 from pydantic_settings import SettingsError as UnreadableVariableError
 
 from spangrad.errors import SettingsError
+from spangrad.http.service import without_userinfo
 from spangrad.settings import ENV_NESTING, ENV_PREFIX, Settings
+from spangrad.settings.section import has_secret, models_in
 
 _FILES = {"SPANGRAD_CONFIG", "SPANGRAD_OTELCOL", "SPANGRAD_CHGO"}
 _AGENT_VARIABLES = {"SPANGRAD_ENVIRONMENT", "SPANGRAD_HOST"}
@@ -47,6 +50,11 @@ class Origin:
     key: str
     value: object
     source: str
+
+    @property
+    def text(self) -> str:
+        """Value for people: a secret is hidden, as is the password in a URL."""
+        return str(_shown(self.value))
 
 
 def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
@@ -119,9 +127,21 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
         first = error.errors()[0]
         key_path = ".".join(str(part) for part in first["loc"])
         source = next((source for key, source in sources.items() if f"{key_path}.".startswith(f"{key}.")), "default")
-        # A table may hold a token.
-        value = "{...}" if isinstance(first["input"], Mapping) else repr(first["input"])
-        raise SettingsError(f"setting {key_path} = {value} ({source}): {first['msg']}") from None
+        raise SettingsError(f"setting {key_path}{_given(first)} ({source}): {first['msg']}") from None
+
+
+def _given(error: ErrorDetails) -> str:
+    """Return ` = VALUE` for a refused value; empty where it is a secret, or may be one: that of a key which does not exist."""
+    kind: Any = Settings
+    for part in error["loc"]:
+        kind = next((model.model_fields[part].annotation for model in models_in(kind) if part in model.model_fields), kind)
+    if isinstance(error["input"], Mapping):
+        return " = {...}"
+    return "" if error["type"] == "extra_forbidden" or has_secret(kind) else f" = {_shown(error['input'])!r}"
+
+
+def _shown(value: object) -> object:
+    return without_userinfo(value) if isinstance(value, str) and "://" in value else value
 
 
 def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:

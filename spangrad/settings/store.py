@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
-from spangrad.settings.section import Section
+from spangrad.settings.section import Section, Token
 
 
 class StoreSettings(Section):
@@ -22,9 +22,9 @@ class StoreSettings(Section):
     """TCP port of the store's ClickHouse HTTP interface."""
     path: Path = Path("data/store")
     """Directory of the embedded database. One process owns it."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Bearer token (and ClickHouse password) required of every client. None: no token is required."""
-    read_token: SecretStr | None = Field(default=None, min_length=1)
+    read_token: Token | None = None
     """Token of clients that may only read by SQL, within the reader's limits. None: there are no such clients."""
     reader_max_rows: int = Field(default=1_000_000, ge=10_000)
     """Largest number of rows in a response to the bearer of `read_token`. Drivers read some thousand when they connect."""
@@ -72,7 +72,7 @@ class CollectorSettings(Section):
     """Directory of the data that is accepted and not stored yet. One collector owns it."""
     queue_bytes: int = Field(default=2 * 2**30, ge=2**27)
     """Size limit of the queue of a signal (traces, logs), in bytes; beyond it, senders must wait. A request has 64 MiB at most."""
-    token: SecretStr | None = Field(default=None, min_length=1)
+    token: Token | None = None
     """Bearer token required of senders. None: `store.token`, which spangrad's own processes send; without that, no token is required."""
     tls_certificate: Path | None = None
     """File (PEM) of the certificate that senders see. None: plain HTTP and gRPC."""

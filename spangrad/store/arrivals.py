@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.errors import StoreError
 from spangrad.http.json_http import ask
-from spangrad.http.service import RemoteService
+from spangrad.http.service import RemoteService, without_userinfo
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import store_errors
 
@@ -120,7 +120,7 @@ class Arrivals:
         query = urllib.parse.urlencode({"topics": ",".join(topics), "since": since, "seconds": f"{seconds:.3f}"})
         token = self._store.token or self._store.read_token
         secret = token.get_secret_value() if token else urllib.parse.unquote(parts.password or "")
-        url = urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], "", "", ""))
+        url = without_userinfo(urllib.parse.urlunsplit((parts.scheme, parts.netloc, "", "", "")))
         store = RemoteService("the span store", url, secret, StoreError, "Start it with `spangrad store`, or set store.url.")
         try:
             answer = ask(store, "GET", f"{PATH}?{query}", seconds=seconds + _GRACE_SECONDS)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote, urlsplit
 
 from spangrad.errors import StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.settings import StoreSettings
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = F
     parts = urlsplit(store.url)
     token = store.token or store.read_token
     if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise StoreError(f"store.url = {store.url!r} is not an http(s) URL. Give it as http://HOST:PORT.")
+        raise StoreError(f"store.url = {without_userinfo(store.url)!r} is not an http(s) URL. Give it as http://HOST:PORT.")
     with store_errors(store.url):
         client = clickhouse_connect.get_client(
             host=parts.hostname,
@@ -138,6 +139,7 @@ def store_errors(url: str) -> Generator[None]:
     """Turn the driver's errors into one sentence with a remedy."""
     from clickhouse_connect.driver.exceptions import ClickHouseError, Error, OperationalError
 
+    url = without_userinfo(url)
     try:
         yield
     except OperationalError as error:

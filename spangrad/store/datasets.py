@@ -17,6 +17,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import SettingsError, StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.store.clickhouse import microseconds, moment, store_errors
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) 
     when = f" as of {as_of.isoformat()}" if as_of else ""
     names = ", ".join(str(dataset) for dataset in existing)
     remedy = f"There are: {names}." if names else "There is none: `spangrad build` makes the one that builder.dataset names."
-    raise StoreError(f"the store at {url} has no dataset {text!r}{when}. {remedy}")
+    raise StoreError(f"the store at {without_userinfo(url)} has no dataset {text!r}{when}. {remedy}")
 
 
 def known(client: Client, url: str) -> list[Dataset]:
@@ -129,7 +130,8 @@ def register(client: Client, url: str, name: str, build_spec: str, settings: Map
         with store_errors(url):
             client.insert("spangrad_internal.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
     raise StoreError(
-        f"dataset {name!r} of the store at {url} got a new revision by others {_TRIES} times in a row. Give each its own name."
+        f"dataset {name!r} of the store at {without_userinfo(url)} got a new revision by others {_TRIES} times in a row. Give each its own "
+        "name."
     )
 
 

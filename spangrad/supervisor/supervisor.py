@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
+from spangrad.http.service import without_userinfo
 from spangrad.processes import answers
 from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order, stop_order
@@ -218,7 +219,7 @@ class Supervisor:
             supervised.was_ready = supervised.was_ready or url is not None
             self._enter(supervised, ServiceState.READY)
         elif not healthy and supervised.state is ServiceState.READY:
-            self._on_event(f"{supervised.service.name} does not answer at {url}")
+            self._on_event(f"{supervised.service.name} does not answer at {without_userinfo(url or '')}")
             self._enter(supervised, ServiceState.SILENT)
         elif healthy and not supervised.was_ready:
             supervised.was_ready = now - supervised.since > _PROVEN_SECONDS

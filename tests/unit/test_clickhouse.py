@@ -5,6 +5,7 @@ from __future__ import annotations
 import clickhouse_connect
 import pytest
 
+from spangrad.errors import StoreError
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, batches, connect, constant
 
@@ -27,6 +28,13 @@ def test_constant_contains_no_word_of_its_texts() -> None:
     assert constant(["file(1)"]) == "[unhex('66696c65283129')]"
     assert constant([b"a\xffb"]) == "[unhex('61ff62')]"
     assert constant(["url(", b"s3("]) == r"splitByChar('\xFF', unhex('75726c28ff733328'))"
+
+
+def test_store_errors_do_not_show_the_password_of_the_url() -> None:
+    for url in ("http://u:s3cret@127.0.0.1:9", "u:s3cret@127.0.0.1:9"):
+        with pytest.raises(StoreError, match=r"127\.0\.0\.1:9") as caught:
+            connect(StoreSettings(url=url))
+        assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

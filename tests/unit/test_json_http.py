@@ -17,7 +17,7 @@ from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.json_http import ask, status_of
 from spangrad.http.server import HttpServer
-from spangrad.http.service import RemoteService, RequestError, Retries, in_url, queue_service
+from spangrad.http.service import RemoteService, RequestError, Retries, in_url, queue_service, without_userinfo
 from tests.support.servers import raw_server
 
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
@@ -107,9 +107,41 @@ def test_service_token_is_sent_and_never_shown() -> None:
     assert "secret" not in repr(service)
 
 
+@pytest.mark.parametrize("send", [blocking, awaited])
+def test_requests_with_a_line_break_in_their_token_are_refused_at_once(send: Ask, url: str) -> None:
+    with pytest.raises(QueueError, match=r"^the token for the queue at http://.* has a line break") as caught:
+        send(queue_service(url, "s3cret\n", 60.0))
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("send", [blocking, awaited])
+@pytest.mark.parametrize("place", ["http://user:s3cret@127.0.0.1:9", "http://user:s3cret@127.0.0.1", "http://user:s3cret@[::1"])
+def test_requests_to_a_url_with_a_password_do_not_show_it(send: Ask, place: str) -> None:
+    with pytest.raises(QueueError, match=r"the queue at http://(127\.0\.0\.1|\[::1)[: ]") as caught:
+        send(queue_service(place, "token"))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_send_that_the_library_refuses_is_not_retried() -> None:
+    with pytest.raises(QueueError, match="AUTHORIZATION header"):
+        awaited(queue_service("http://user:s3cret@127.0.0.1:9", "token", 3600.0))
+
+
+def test_without_userinfo_leaves_everything_else() -> None:
+    urls = {
+        "http://u:p@host:1/a?b#c": "http://host:1/a?b#c",
+        "u:p@host:1": "host:1",
+        "http://host/a@b?c@d": "http://host/a@b?c@d",
+        "http://@[::1": "http://[::1",
+        "queue:9": "queue:9",
+    }
+    assert [without_userinfo(url) for url in urls] == list(urls.values())
+
+
 def test_status_of_returns_the_status_or_none(answers: list[bytes], url: str) -> None:
     answers[:] = [REFUSED, WHOLE]
     assert [status_of(url), status_of(url)] == [404, 200]
+    assert status_of(url.replace("//", "//user:password@")) == 200
     assert status_of("http://127.0.0.1:9") is None
 
 

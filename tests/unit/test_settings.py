@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings
 from spangrad.settings.explain import explain_key
-from spangrad.settings.sources import Origin, explain_settings, load_settings, settings_variables
+from spangrad.settings.sources import Origin, explain_settings, load_settings, settings_variables, variable_of
 
 
 def test_load_settings_precedence_is_flag_environment_file_default(tmp_path: Path) -> None:
@@ -92,6 +93,48 @@ def test_load_settings_errors_name_value_place_and_remedy(
 def test_load_settings_of_trainer_number_out_of_bounds_raises(key: str, value: object) -> None:
     with pytest.raises(SettingsError, match=rf"setting trainer\.{key}.*(greater|less) than"):
         load_settings({f"trainer.{key}": value}, env={})
+
+
+TOKENS = [origin.key for origin in explain_settings(env={}) if origin.key.endswith(("token", "critic_key"))]
+
+
+@pytest.mark.parametrize("key", TOKENS)
+def test_load_settings_tokens_are_one_line_without_whitespace_around(key: str) -> None:
+    settings = load_settings(env={variable_of(key): "s3cret\n"})
+    section, *below = key.split(".")
+    token: Any = getattr(settings, section)
+    for name in below:
+        token = getattr(token, name)
+    assert token.get_secret_value() == "s3cret"
+    for refused in ("s3cret\nx", "s3crét", " \n"):
+        with pytest.raises(SettingsError) as caught:
+            load_settings(env={variable_of(key): refused})
+        assert str(caught.value).startswith(f"setting {key} (environment {variable_of(key)}): Value error, a token is one line of")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"queue.db": 53}, "setting queue.db (flag): Input should be a valid string"),
+        ({"gateway.clients": [{"name": "n", "token": 53}]}, "setting gateway.clients.0.token (flag): Input should be a valid string"),
+        ({"gateway.clients": [{"name": "n", "token": "t", "tokn": "53"}]}, "setting gateway.clients.0.tokn (flag): Extra inputs"),
+        ({"gateway.clients": "[name=n, token=53]"}, "setting gateway.clients (flag): Input should be a valid tuple"),
+        ({"gateway.controller": "http://u:53@host"}, "setting gateway.controller = 'http://host' (flag): String should match"),
+    ],
+)
+def test_load_settings_errors_show_no_secret(flags: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(flags, env={})
+    assert str(caught.value).startswith(message)
+    assert "53" not in str(caught.value)
+
+
+def test_explain_hides_the_password_of_a_url(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").touch()
+    url = "http://u:p@clickhouse:8123"
+    assert explain_key("store.url", {"store.url": url}, file=tmp_path / "s.toml")[-1] == "  value:   http://clickhouse:8123 (flag)"
+    (origin,) = [origin for origin in explain_settings({"store.url": url}, env={}) if origin.source == "flag"]
+    assert (origin.value, origin.text) == (url, "http://clickhouse:8123")
 
 
 def test_load_settings_missing_file_raises(tmp_path: Path) -> None:

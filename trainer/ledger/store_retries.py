@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from sqlalchemy.exc import OperationalError
 
 from spangrad.errors import LedgerError, StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.store.clickhouse import store_errors
 from trainer.ledger.ledger import Ledger
 from trainer.retries import Outage, call_with_retries
@@ -58,7 +59,9 @@ class RetryingClient:
             with store_errors(self._url):
                 return work()
         except (HTTPError, OSError) as error:  # half an answer
-            raise StoreError(f"the span store at {self._url} broke off its answer ({error}). Start it with `spangrad store`.") from error
+            raise StoreError(
+                f"the span store at {without_userinfo(self._url)} broke off its answer ({error}). Start it with `spangrad store`."
+            ) from error
 
 
 def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:

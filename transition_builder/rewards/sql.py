@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from spangrad.errors import BuilderError, StoreError
+from spangrad.http.service import without_userinfo
 from spangrad.settings import BuilderSettings
 from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.frames import concat, conform, empty
@@ -83,7 +84,7 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
                 rows = client.query(sql).result_rows
             except DatabaseError as error:
                 reason = str(error).strip().splitlines()[0][:500]
-                raise BuilderError(f"the span store at {url} does not take {path}: {reason}. Fix the file.") from None
+                raise BuilderError(f"the span store at {without_userinfo(url)} does not take {path}: {reason}. Fix the file.") from None
         _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
 
 
