@@ -192,7 +192,7 @@ def database_url(text: str, owner: Owner) -> sa.URL:
     try:
         url = sa.make_url(text)
         return url.set(drivername=_DRIVERS[url.drivername])
-    except (ArgumentError, NoSuchModuleError):
+    except (ArgumentError, NoSuchModuleError, ValueError):  # the last of a port that is no number
         raise owner.error(f"{owner.setting} is no URL of a database. Give {_KNOWN}.") from None
     except KeyError as error:
         name = owner.name

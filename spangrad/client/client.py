@@ -28,7 +28,7 @@ from spangrad.client.workers import Work, WorkerProcesses
 from spangrad.errors import AgentError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import MARK
-from spangrad.settings.sources import load_settings, variable_of
+from spangrad.settings.sources import as_variable, load_settings, variable_of
 from spangrad.types import Mode, Task
 
 Data = str | Path | Sequence[Task | Mapping[str, object]]
@@ -282,9 +282,7 @@ class Client:
                 if stage is not None
             },
             directory=directory,
-            environment={
-                variable_of(key): str(value) if isinstance(value, str | Path) else json.dumps(value) for key, value in self._given.items()
-            },
+            environment={variable_of(key): as_variable(value) for key, value in self._given.items()},
             logs=runner.directory / "logs",
             follow=None,
         )

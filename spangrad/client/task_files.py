@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,10 @@ def read_tasks(source: Path | str) -> list[Task]:
     Raises:
         AgentError: the source does not exist or cannot be read, or a row is not a task.
     """
-    name, rows = _rows(str(source))
+    try:
+        name, rows = _rows(str(source))
+    except OSError as error:  # a name that is too long, a directory that is closed
+        raise AgentError(f"{source!s:.100} cannot be read ({error.strerror}). {_FORMS}") from None
     tasks = [_task(row, f"{source}, {position}", f"{name}:{number}") for number, position, row in rows]
     if not tasks:
         raise AgentError(f"{source} holds no task. {_FORMS}")
@@ -47,9 +51,7 @@ def tasks_of(rows: Iterable[Task | Mapping[str, object]], name: str) -> list[Tas
     Raises:
         AgentError: a row is not a task, or there is none.
     """
-    tasks = [
-        row if isinstance(row, Task) else _task(row, f"{name}, {position}", f"{name}:{number}") for number, position, row in _numbered(rows)
-    ]
+    tasks = [_task(row, f"{name}, {position}", f"{name}:{number}") for number, position, row in _numbered(rows)]
     if not tasks:
         raise AgentError(f"{name} data holds no task. {_FORMS}")
     return tasks
@@ -155,6 +157,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _task(row: object, where: str, name: str) -> Task:
+    if isinstance(row, Task):
+        given = {key: getattr(row, key) for key in ("task_id", "input", "least_sandbox", "data_source")}
+        return replace(_task(given, where, name), prompt=row.prompt)
     if not isinstance(row, Mapping):
         raise AgentError(f"{where} is {type(row).__name__}, not an object: {_JSON}.")
     fields: dict[str, object] = {str(key): value for key, value in row.items()}
@@ -193,14 +198,15 @@ def _json(value: object, fields: Mapping[str, object], where: str) -> object:
     if not _is_json(value):
         column = next(key for key, content in fields.items() if not _is_json({key: content}))
         raise AgentError(
-            f"{where}: {column!r} is {fields[column]!r:.100}, which JSON has no value for. Make it text or finite numbers, or leave it out."
+            f"{where}: {column!r} is {fields[column]!r:.100}, which JSON has no value for. Make it text or finite numbers, with texts as "
+            "keys, or leave it out."
         )
     return value
 
 
 def _is_json(value: object) -> bool:
     try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # half of a surrogate pair has no UTF-8
+        json.dumps(value, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()  # half of a surrogate pair has no UTF-8
     except (TypeError, ValueError, RecursionError):
         return False
     return True

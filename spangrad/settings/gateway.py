@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spangrad.settings.section import Section, Token
+from spangrad.settings.section import Section, ServerUrl, Token
 
 Relaxation = Literal["strict_tools", "schemas", "top_p", "penalties", "tool_choice"]
 """Parts of a request that the gateway may relax: see `GatewaySettings.relax`."""
@@ -58,7 +58,7 @@ class GatewaySettings(Section):
     """Address that the gateway binds to; any but loopback needs a token."""
     port: int = 8180
     """TCP port of the gateway."""
-    url: str = "http://127.0.0.1:8180"
+    url: ServerUrl = "http://127.0.0.1:8180"
     """URL at which agents, the runner and the trainer reach the gateway."""
     token: Token | None = None
     """Token with every permission, which spangrad's own processes send. None, and no `clients`: no token is required, and only loopback

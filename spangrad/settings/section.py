@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 from functools import reduce
 from typing import Annotated, Any, get_args
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
@@ -21,6 +22,20 @@ def _one_line(token: SecretStr) -> SecretStr:
 
 Token = Annotated[SecretStr, Field(min_length=1), AfterValidator(_one_line)]
 """Token or key that requests carry in a header; whitespace around it, such as the line break at the end of a file, is no part of it."""
+
+
+def _is_server(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+            raise ValueError
+    except ValueError:  # of a port that is no number or too large, too
+        raise ValueError("give the URL of a server, http(s)://HOST:PORT, with a port up to 65535") from None
+    return url
+
+
+ServerUrl = Annotated[str, AfterValidator(_is_server)]
+"""URL of a server, by HTTP or HTTPS."""
 
 
 def models_in(kind: Any) -> list[type[BaseModel]]:

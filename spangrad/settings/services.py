@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from spangrad.settings.section import Section, Token
+from spangrad.settings.section import Section, ServerUrl, Token
 
 
 class QueueSettings(Section):
     """Settings of the queue of rollouts."""
 
-    url: str | None = None
+    url: ServerUrl | None = None
     """URL at which workers, trainers and users reach the queue of rollouts. None: `spangrad run` has a queue of its own, in
     runner.directory, and contacts no queue server."""
     host: str = "127.0.0.1"

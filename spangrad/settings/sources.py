@@ -14,6 +14,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class Origin:
     @property
     def text(self) -> str:
         """Value for people: a secret is hidden, as is the password in a URL."""
-        return str(_shown(self.value))
+        return str(_shown(self.key, self.value))
 
 
 def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None) -> Settings:
@@ -89,12 +90,13 @@ def settings_variables(
     env = os.environ if env is None else env
     values = {key: value for _, layer in _layers(flags or {}, file, env) for key, value in layer.items()}
     carried = {name: env[name] for name in ENV_NOT_SETTINGS - _OF_THIS_PROCESS if name in env}
-    return {**carried, "SPANGRAD_CONFIG": os.devnull, **{variable_of(key): _as_variable(value) for key, value in values.items()}}
+    return {**carried, "SPANGRAD_CONFIG": os.devnull, **{variable_of(key): as_variable(value) for key, value in values.items()}}
 
 
-def _as_variable(value: object) -> str:
-    if value is None:
-        return _NULL
+def as_variable(value: object) -> str:
+    """Return the text of an environment variable that gives a setting a value."""
+    if isinstance(value, date):  # TOML has dates and times
+        return value.isoformat()
     return str(value) if isinstance(value, str | Path) else json.dumps(value)
 
 
@@ -127,21 +129,23 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
         first = error.errors()[0]
         key_path = ".".join(str(part) for part in first["loc"])
         source = next((source for key, source in sources.items() if f"{key_path}.".startswith(f"{key}.")), "default")
-        raise SettingsError(f"setting {key_path}{_given(first)} ({source}): {first['msg']}") from None
+        raise SettingsError(f"setting {key_path}{_given(key_path, first)} ({source}): {first['msg']}") from None
 
 
-def _given(error: ErrorDetails) -> str:
+def _given(key: str, error: ErrorDetails) -> str:
     """Return ` = VALUE` for a refused value; empty where it is a secret, or may be one: that of a key which does not exist."""
     kind: Any = Settings
     for part in error["loc"]:
         kind = next((model.model_fields[part].annotation for model in models_in(kind) if part in model.model_fields), kind)
     if isinstance(error["input"], Mapping):
         return " = {...}"
-    return "" if error["type"] == "extra_forbidden" or has_secret(kind) else f" = {_shown(error['input'])!r}"
+    return "" if error["type"] == "extra_forbidden" or has_secret(kind) else f" = {_shown(key, error['input'])!r}"
 
 
-def _shown(value: object) -> object:
-    return without_userinfo(value) if isinstance(value, str) and "://" in value else value
+def _shown(key: str, value: object) -> object:
+    if isinstance(value, str) and ("://" in value or key.endswith(("url", "endpoint"))):
+        return without_userinfo(value)
+    return value
 
 
 def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from spangrad.settings.section import Section, Token
+from spangrad.settings.section import Section, ServerUrl, Token
 
 
 class StoreSettings(Section):
@@ -30,9 +30,9 @@ class StoreSettings(Section):
     """Largest number of rows in a response to the bearer of `read_token`. Drivers read some thousand when they connect."""
     reader_max_seconds: int = Field(default=60, ge=1)
     """Time limit of a statement of the bearer of `read_token`, in seconds; the transfer of its response included."""
-    url: str = "http://127.0.0.1:8123"
+    url: ServerUrl = "http://127.0.0.1:8123"
     """URL of ClickHouse's HTTP interface: this store's, a server's or a cluster's."""
-    otlp_endpoint: str = "http://127.0.0.1:4318"
+    otlp_endpoint: ServerUrl = "http://127.0.0.1:4318"
     """URL to which spans are sent, by OTLP/HTTP."""
     linger_ms: float = 10
     """Time that a received request waits for others, to be written together with them, in milliseconds."""

@@ -55,11 +55,9 @@ def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = F
 
     parts = urlsplit(store.url)
     token = store.token or store.read_token
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise StoreError(f"store.url = {without_userinfo(store.url)!r} is not an http(s) URL. Give it as http://HOST:PORT.")
     with store_errors(store.url):
         client = clickhouse_connect.get_client(
-            host=parts.hostname,
+            host=parts.hostname or "",
             port=parts.port or (8443 if parts.scheme == "https" else 8123),
             interface=parts.scheme,
             username=unquote(parts.username or "default"),

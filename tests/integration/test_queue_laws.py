@@ -354,6 +354,7 @@ def test_queue_database_in_use_raises(queue_db: str) -> None:
             "queue.db names 'mysql', which the queue's database does not know. Give sqlite:///FILE or postgresql://",
         ),
         ("nonsense", "queue.db is no URL of a database."),
+        ("postgresql://u:p@h:54x/db", "queue.db is no URL of a database."),
         ("postgresql://me:secret@127.0.0.1:9/x", r"the queue's database postgresql\+psycopg://me:\*\*\*@127.0.0.1:9/x failed"),
         ("sqlite:////proc/nowhere/x.db", "cannot be written"),
     ],

@@ -31,10 +31,9 @@ def test_constant_contains_no_word_of_its_texts() -> None:
 
 
 def test_store_errors_do_not_show_the_password_of_the_url() -> None:
-    for url in ("http://u:s3cret@127.0.0.1:9", "u:s3cret@127.0.0.1:9"):
-        with pytest.raises(StoreError, match=r"127\.0\.0\.1:9") as caught:
-            connect(StoreSettings(url=url))
-        assert "s3cret" not in str(caught.value)
+    with pytest.raises(StoreError, match=r"^the span store at http://127\.0\.0\.1:9 does not answer") as caught:
+        connect(StoreSettings(url="http://u:s3cret@127.0.0.1:9"))
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

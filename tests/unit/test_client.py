@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from datetime import UTC, datetime
 
 import pytest
 
@@ -24,6 +25,7 @@ class Terminal(io.StringIO):
 def test_client_workers_get_settings_including_null(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPANGRAD_STORE__TTL_DAYS", "7")
     given = {"runner.run_id": "mine", "queue.keep_days": None, "store.ttl_days": None, "trainer.optim.betas": [0.8, 0.9]}
+    given["trainer.as_of"] = datetime(2026, 1, 2, tzinfo=UTC)
     client = Client("http://127.0.0.1:9", settings=given)
     assert (client.run_id, client.settings.queue.keep_days, client.settings.store.ttl_days) == ("mine", None, None)
     assert load_settings(env=client._work(agent, None, None).environment) == client.settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
         ({}, {}, "[stor]\nurl = 'x'\n", "unknown setting 'stor' (file {file}). Did you mean the section 'store'?"),
         ({}, {}, "[builder.selction]\nagents = 'x'\n", "Did you mean the section 'builder.selection'?"),
         ({}, {}, "[sto", "is not TOML"),
+        (
+            {"store.url": "http://127.0.0.1:81234"},
+            {},
+            "",
+            "setting store.url = 'http://127.0.0.1:81234' (flag): Value error, give",
+        ),
+        ({}, {"SPANGRAD_STORE__URL": "http://h:abc"}, "", "store.url = 'http://h:abc' (environment SPANGRAD_STORE__URL)"),
+        ({}, {}, "[store]\nurl = 'http://[::1'\n", "setting store.url = 'http://[::1' (file {file})"),
+        ({"store.otlp_endpoint": "127.0.0.1:4318"}, {}, "", "setting store.otlp_endpoint = '127.0.0.1:4318' (flag)"),
+        ({"gateway.url": ""}, {}, "", "setting gateway.url = '' (flag)"),
+        ({"queue.url": "http://h:65536"}, {}, "", "setting queue.url = 'http://h:65536' (flag)"),
         ({}, {"SPANGRAD_GATEWAY__PORT": "eighty"}, "", "setting gateway.port = 'eighty' (environment SPANGRAD_GATEWAY__PORT)"),
         ({"trainer.credit.gamma": 2}, {}, "", "setting trainer.credit.gamma = 2 (flag)"),
         ({"runner.workers": 0}, {}, "", "setting runner.workers = 0 (flag)"),
@@ -115,18 +127,19 @@ def test_load_settings_tokens_are_one_line_without_whitespace_around(key: str) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"queue.db": 53}, "setting queue.db (flag): Input should be a valid string"),
-        ({"gateway.clients": [{"name": "n", "token": 53}]}, "setting gateway.clients.0.token (flag): Input should be a valid string"),
-        ({"gateway.clients": [{"name": "n", "token": "t", "tokn": "53"}]}, "setting gateway.clients.0.tokn (flag): Extra inputs"),
-        ({"gateway.clients": "[name=n, token=53]"}, "setting gateway.clients (flag): Input should be a valid tuple"),
-        ({"gateway.controller": "http://u:53@host"}, "setting gateway.controller = 'http://host' (flag): String should match"),
+        ({"queue.db": 7411}, "setting queue.db (flag): Input should be a valid string"),
+        ({"gateway.clients": [{"name": "n", "token": 7411}]}, "setting gateway.clients.0.token (flag): Input should be a valid string"),
+        ({"gateway.clients": [{"name": "n", "token": "t", "tokn": "7411"}]}, "setting gateway.clients.0.tokn (flag): Extra inputs"),
+        ({"gateway.clients": "[name=n, token=7411]"}, "setting gateway.clients (flag): Input should be a valid tuple"),
+        ({"store.url": "u:7411@host:8123"}, "setting store.url = 'host:8123' (flag): Value error, give the URL"),
+        ({"gateway.controller": "http://u:7411@host"}, "setting gateway.controller = 'http://host' (flag): String should match"),
     ],
 )
 def test_load_settings_errors_show_no_secret(flags: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         load_settings(flags, env={})
     assert str(caught.value).startswith(message)
-    assert "53" not in str(caught.value)
+    assert "7411" not in str(caught.value)
 
 
 def test_explain_hides_the_password_of_a_url(tmp_path: Path) -> None:
@@ -135,6 +148,15 @@ def test_explain_hides_the_password_of_a_url(tmp_path: Path) -> None:
     assert explain_key("store.url", {"store.url": url}, file=tmp_path / "s.toml")[-1] == "  value:   http://clickhouse:8123 (flag)"
     (origin,) = [origin for origin in explain_settings({"store.url": url}, env={}) if origin.source == "flag"]
     assert (origin.value, origin.text) == (url, "http://clickhouse:8123")
+
+
+def test_settings_variables_carry_times_of_files(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[trainer]\nas_of = 2026-01-02T03:04:05Z\n")
+    variables = settings_variables(file=file, env={})
+    assert load_settings(env=variables) == load_settings(file=file, env={})
+    file.write_text("[trainer]\nas_of = 2026-01-02\n")
+    assert load_settings(env=settings_variables(file=file, env={})).trainer.as_of == datetime(2026, 1, 2)
 
 
 def test_load_settings_missing_file_raises(tmp_path: Path) -> None:

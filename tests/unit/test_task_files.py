@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.errors import AgentError
-from spangrad.types import SandboxRung, Task
+from spangrad.types import PromptVersion, SandboxRung, Task
 
 ROWS: list[dict[str, Any]] = [
     {"task_id": "a", "input": {"text": "one", "answer": [1, 2]}},
@@ -75,7 +75,7 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
         (
             "t.jsonl",
             '{"q": 1, "x": NaN}\n',
-            ", line 1: 'x' is nan, which JSON has no value for. Make it text or finite numbers, or leave it out.",
+            ", line 1: 'x' is nan, which JSON has no value for. Make it text or finite numbers, with texts as keys",
         ),
         ("t.jsonl", '{"q": "half \\ud83d"}\n', ", line 1: 'q' is 'half \\ud83d', which JSON has no value for."),
         ("t.jsonl", '{"half \\ud83d": 1}\n', ", line 1: 'half \\ud83d' is 1, which JSON has no value for."),
@@ -108,6 +108,25 @@ def test_read_tasks_unusable_source_raises(tmp_path: Path) -> None:
     ]:
         with pytest.raises(AgentError, match=re.escape(f"{tmp_path / source}{message}")):
             read_tasks(tmp_path / source)
+
+
+def test_read_tasks_source_with_too_long_name_raises() -> None:
+    with pytest.raises(AgentError, match=r'^\{"task_id": .{88}\S? cannot be read \(File name too long\)\. Give JSON lines'):
+        read_tasks(json.dumps({"task_id": "a", "input": "b" * 300}))
+
+
+@pytest.mark.parametrize("value", [date(2026, 1, 1), float("nan"), {1: 2, "a": 3}])
+def test_tasks_of_input_without_json_value_raises(value: object) -> None:
+    for row in (Task("a", {"q": value}), {"task_id": "a", "input": {"q": value}}, {"q": value}):
+        with pytest.raises(AgentError, match=r"^train, row 2: '(input|q)' is .*, which JSON has no value for\."):
+            tasks_of([TASKS[0], row], "train")
+
+
+def test_tasks_of_returns_valid_tasks_unchanged() -> None:
+    task = Task("a", [1], PromptVersion("p", 3), SandboxRung.LANDLOCK, "sums")
+    assert tasks_of([task], "train") == [task]
+    with pytest.raises(AgentError, match="row 1 has task_id ''"):
+        tasks_of([Task("", 1)], "train")
 
 
 def test_read_tasks_hub_dataset_is_loaded_by_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
