@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from spangrad.agent.reward_values import rewards_from
-from spangrad.episode.user_calls import thread_call
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.http import server as http_server
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
@@ -81,19 +81,22 @@ class EvaluatorRoutes:
         if self._running >= self._most:
             raise BusyError(f"{self._most} evaluations are running")
         self._running += 1
-        try:
-            task = asyncio.ensure_future(self._judge(judged))
-            # A thread continues after its client has left: it counts until it ends.
-            task.add_done_callback(self._ended)
-            value = rewards_from(await asyncio.shield(task))
-        except Exception as error:  # the user's code
-            return json_response({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
-        return json_response(value)
+        task = asyncio.ensure_future(self._answer(judged))
+        # A thread continues after its client has left: it counts until it ends.
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running -= 1
         if not task.cancelled():
             task.exception()  # mark as retrieved
+
+    async def _answer(self, judged: EvaluationRequest) -> web.Response:
+        try:
+            with plain_exceptions():
+                return json_response(rewards_from(await self._judge(judged)))
+        except USER_ERRORS as error:  # caught in this task: an exit that ends a task ends the event loop, too
+            return json_response({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
 
     async def _judge(self, judged: EvaluationRequest) -> Any:
         keywords = dict.fromkeys(self._takes_environment, judged.environment)

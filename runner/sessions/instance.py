@@ -20,11 +20,10 @@ from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
 from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, TEXT, action_of, is_text
+from spangrad.episode.user_calls import USER_ERRORS
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method; the result is waited for where it is awaitable."""
-USER_ERRORS = (Exception, SystemExit)
-"""Errors of an environment's code, which end nothing but the request."""
 _decode = msgspec.json.Decoder(SessionRequest).decode
 _ERROR_LENGTH = 2000
 """Largest number of characters of an exception in a response."""

@@ -28,7 +28,7 @@ import msgspec
 import uvloop
 
 from runner.sessions.frames import Frame, FrameKind, FrameReader
-from runner.sessions.instance import USER_ERRORS, Call, SessionInstance, SessionOpening
+from runner.sessions.instance import Call, SessionInstance, SessionOpening
 from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.players import PlayersInstance
 from runner.sessions.step_spans import PlayedSpans
@@ -36,6 +36,7 @@ from spangrad.callables import load
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import Environment, is_environment, member, prompt_of
 from spangrad.episode.openenv_fields import ACTIONS, FORFEIT, ROLES
+from spangrad.episode.user_calls import USER_ERRORS
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
 

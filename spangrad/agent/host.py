@@ -51,7 +51,7 @@ from spangrad.agent.propagation import context_from
 from spangrad.agent.reward_values import rewards_from
 from spangrad.callables import load, load_agent
 from spangrad.episode.adapters.references import factory_of
-from spangrad.episode.user_calls import plain_exceptions, thread_call
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.errors import AgentError, EnvironmentsError
 from spangrad.processes import MARK, kill_marked
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
@@ -164,14 +164,14 @@ class Host:
             try:
                 with plain_exceptions():
                     await environment.open(self._call, given)
-            except (Exception, SystemExit) as error:  # an exception of the user's code ends the attempt, not the host
+            except USER_ERRORS as error:  # an exception of the user's code ends the attempt, not the host
                 return raised(name, AttemptFailure.ENVIRONMENT, error)
             await self._gate(name, Stage.RUN)
         offered: dict[str, object] = {"endpoint": job.get("endpoint"), **({"image": job["image"]} if job.get("image") else {})}
         offered |= {"environment": environment.value} if stages.environments else {}
         try:
             output = await self._call(stages.agent, given, **self._keywords(offered, "agent"))
-        except (Exception, SystemExit) as error:
+        except USER_ERRORS as error:
             failed = failed_run(name, error)
             if failed.failure not in POLICY_FAILURES or (output := await self._partial(Stage.RUN, given, error, offered)) is None:
                 return failed
@@ -187,7 +187,7 @@ class Host:
             await self._gate(name, Stage.EVALUATE)
             try:
                 output = await self._call(stages.evaluator, given, output, **self._keywords(offered, "evaluator"))
-            except (Exception, SystemExit) as error:
+            except USER_ERRORS as error:
                 failed = raised(name, AttemptFailure.EVALUATION, error)
                 if (output := await self._partial(Stage.EVALUATE, given, error, offered)) is None:
                     return failed
@@ -201,7 +201,7 @@ class Host:
             return None
         try:
             return await self._call(self._stages.on_failure, given, error, **self._keywords({**offered, "stage": stage}, "on_failure"))
-        except (Exception, SystemExit) as fault:
+        except USER_ERRORS as fault:
             traceback.print_exception(fault)  # to the attempt's log; the stage's own failure counts
             return None
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from spangrad.episode.adapters.references import is_factory
 from spangrad.episode.environment import EnvironmentCalls
-from spangrad.episode.user_calls import plain_exceptions, thread_call
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
@@ -76,7 +76,7 @@ class LocalEnvironment:
             async with timeout:
                 with plain_exceptions():
                     await self._call(close)
-        except (Exception, SystemExit):  # whatever it raises, the attempt's result is known
+        except USER_ERRORS:  # whatever it raises, the attempt's result is known
             traceback.print_exc()
         self._closed_in_time = not timeout.expired()
         return self._closed_in_time

@@ -14,6 +14,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+USER_ERRORS = (Exception, SystemExit)
+"""Exceptions of a user's code that end nothing but its call: `plain_exceptions` turns all others into these, save for interrupts."""
+
 
 def thread_call(function: Callable[..., Any], /, *arguments: object, **keywords: object) -> Callable[[], Any]:
     """Return a call of a function for a thread of a pool, in a copy of the current context.
@@ -43,7 +46,7 @@ def plain_exceptions() -> Generator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit):
+    except (*USER_ERRORS, KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
         if (task := asyncio.current_task()) is None or task.cancelling():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import textwrap
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,28 @@ async def test_rewards_service_answers_evaluator_that_raises_stop_iteration() ->
         judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
         async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(5)) as answer:
             assert (answer.status, await answer.json()) == (500, {"error": "RuntimeError: ends raised StopIteration"})
+
+
+def exits(given: object, output: object) -> float:
+    """Exit for one input, as argparse does for wrong arguments."""
+    if given == "exit":
+        sys.exit(2)
+    return 1.0
+
+
+async def exits_in_loop(given: object, output: object) -> float:
+    return exits(given, output)
+
+
+@pytest.mark.parametrize("evaluator", [exits, exits_in_loop])
+async def test_rewards_service_outlives_evaluator_that_exits(evaluator: Callable[..., Any]) -> None:
+    (port,) = free_ports(1)
+    async with running(Settings(rewards=RewardServiceSettings(port=port)), evaluator) as url, aiohttp.ClientSession() as client:
+        judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
+        async with client.post(url, json={**judged, "input": "exit"}, timeout=aiohttp.ClientTimeout(5)) as answer:
+            assert (answer.status, await answer.json()) == (500, {"error": "SystemExit: 2"})
+        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(5)) as answer:
+            assert (answer.status, await answer.json()) == (200, 1.0)
 
 
 @pytest.mark.slow
