@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.errors import EnvironmentsError
 
 Factory = Callable[[], Any]
@@ -44,7 +45,7 @@ class Instance:
 
         Raises:
             EnvironmentsError: the object has no method `begin`.
-            Exception: any error of the factory, or TimeoutError.
+            Exception: any of `USER_ERRORS` of the factory, or TimeoutError.
         """
         self._object = await self._call(factory)
         if not callable(getattr(self._object, "begin", None)):
@@ -54,7 +55,7 @@ class Instance:
         """Prepare the object for a task; return what is passed to the agent.
 
         Raises:
-            Exception: any error of the object, or TimeoutError.
+            Exception: any of `USER_ERRORS` of the object, or TimeoutError.
         """
         environment = await self._call(self._object.begin, given)
         json.dumps(environment, allow_nan=False)
@@ -70,7 +71,7 @@ class Instance:
             raise UnhealthyError("it has no method reset()")
         try:
             await self._call(self._object.reset)
-        except Exception as error:  # the user's code
+        except USER_ERRORS as error:
             raise UnhealthyError(f"reset: {_message(error)}") from error
         await self.check_health()
 
@@ -84,7 +85,7 @@ class Instance:
             return
         try:
             healthy = await self._call(self._object.health)
-        except Exception as error:
+        except USER_ERRORS as error:
             raise UnhealthyError(f"health: {_message(error)}") from error
         if healthy is False:
             raise UnhealthyError("health: it reports that it is unhealthy")
@@ -100,7 +101,7 @@ class Instance:
         try:
             if hasattr(self._object, "close"):
                 await self._call(self._object.close)
-        except Exception as error:
+        except USER_ERRORS as error:
             return f"close: {_message(error)}"
         finally:
             self._work.put(None)
@@ -108,10 +109,11 @@ class Instance:
 
     async def _call(self, function: Callable[..., Any], *given: object) -> Any:
         async with asyncio.timeout(self._seconds):
-            if inspect.iscoroutinefunction(function):
-                return await function(*given)
-            result = await self._in_thread(lambda: function(*given))
-            return await result if inspect.isawaitable(result) else result
+            with plain_exceptions():
+                if inspect.iscoroutinefunction(function):
+                    return await function(*given)
+                result = await self._in_thread(thread_call(function, *given))
+                return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         loop = asyncio.get_running_loop()
@@ -129,9 +131,9 @@ class Instance:
             result, failed = None, None
             try:
                 result = function()
-            except Exception as error:
+            except USER_ERRORS as error:
                 failed = error
-            except BaseException as error:  # sys.exit() in the user's code must not end this process
+            except BaseException as error:  # an interrupt that the user's code raises must not end this process
                 failed = RuntimeError(f"{type(error).__name__}: {error}")
             self._busy = False
             try:
@@ -148,5 +150,5 @@ class Instance:
             work()
 
 
-def _message(error: Exception) -> str:
+def _message(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")[:500]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from runner.environments.instance import Factory, Instance, UnhealthyError
 from runner.environments.wire import InstanceRequest, InstanceState, InstanceStatus, Leased
+from spangrad.episode.user_calls import USER_ERRORS
 from spangrad.errors import EnvironmentsError
 from spangrad.leases import LeaseClock
 
@@ -92,7 +93,7 @@ class InstancePool:
             first = await self._create(self._slots[0])
         except EnvironmentsError:
             raise
-        except Exception as error:
+        except USER_ERRORS as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise EnvironmentsError(f"no environment can be made: {reason}. Fix the factory.") from error
         self._tasks = [asyncio.create_task(self._run_slot(slot, first if slot.number == 0 else None)) for slot in self._slots]
@@ -210,7 +211,7 @@ class InstancePool:
         while True:
             try:
                 return await self._create(slot)
-            except Exception as error:  # the user's code
+            except USER_ERRORS as error:
                 pause = _RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)]
                 log.warning("no environment can be created (%s: %s); retry in %g s", type(error).__name__, error, pause)
                 await asyncio.sleep(pause)
@@ -248,7 +249,7 @@ class InstancePool:
         name = request.message.lease
         try:
             environment = await instance.begin(request.message.input)
-        except Exception as error:  # the user's code
+        except USER_ERRORS as error:
             self.counts["unbegun"] += 1
             self._requests.pop(name, None)
             if not request.answer.done():

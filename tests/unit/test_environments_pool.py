@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -18,7 +20,7 @@ from pydantic import SecretStr
 from runner.environments import server
 from runner.environments.client import EnvironmentClient, NoInstanceError
 from runner.environments.instance import Instance, UnhealthyError
-from runner.environments.pool import InstancePool
+from runner.environments.pool import InstancePool, PreparationError
 from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.settings import EnvironmentServiceSettings
@@ -396,6 +398,80 @@ async def test_instance_whose_call_returns_late_is_closed_in_its_thread() -> Non
     await until(
         lambda: _is(asyncio.to_thread(lambda: [thread.name for thread in threading.enumerate() if thread.name == "environment late"]), [])
     )
+
+
+def exits() -> None:
+    sys.exit(3)
+
+
+def ends() -> None:
+    """Raise StopIteration."""
+    next(iter([]))
+
+
+async def exits_in_loop() -> None:
+    exits()
+
+
+async def cancels_own_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(task.cancel)
+    await task
+
+
+FAULTS = {
+    "exit": (exits, "SystemExit: 3"),
+    "end": (ends, r"RuntimeError: \S+ raised StopIteration"),
+    "exit in loop": (exits_in_loop, "SystemExit: 3"),
+    "own task": (cancels_own_task, "RuntimeError: cancelled by the user's code itself, in a task of its own"),
+}
+
+
+class Faulty(Plain):
+    """Environment whose `begin` raises what is no `Exception`, or what futures refuse."""
+
+    def begin(self, given: object) -> Any:
+        return FAULTS[given][0]() if isinstance(given, str) else super().begin(given)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_instance_pool_begin_that_exits_or_cancels_names_the_cause(fault: str) -> None:
+    pool = InstancePool(Faulty, 1, lease_seconds=30, seconds=5)
+    await pool.start()
+    try:
+        with pytest.raises(PreparationError, match=f"^instance 0.0: {FAULTS[fault][1]}$"):
+            await pool.lease(InstanceRequest(lease="a", rollout_id="r", attempt=0, input=fault))
+        leased = await pool.lease(InstanceRequest(lease="b", rollout_id="r", attempt=1, input=1, wait_seconds=20))
+        assert (leased.instance, leased.environment["seen"]) == ("0.0", [1])
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("method", ["reset", "health", "close"])
+async def test_instance_pool_method_that_exits_or_cancels_discards_instance(
+    method: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults: list[Callable[[], Any]] = []
+
+    def fail_once(self: Plain) -> Any:
+        return faults.pop()() if faults else None
+
+    def cannot_reset(self: Plain) -> None:
+        raise RuntimeError("used up")
+
+    kind = type("Failing", (Plain,), {method: fail_once} | ({"reset": cannot_reset} if method == "close" else {}))
+    pool = InstancePool(kind, 1, lease_seconds=30, seconds=5)
+    await pool.start()
+    try:
+        await pool.lease(InstanceRequest(lease="a", rollout_id="r", attempt=0, input=1))
+        faults.append(FAULTS[fault][0])
+        pool.release("a")
+        await until(lambda: asyncio.sleep(0, re.search(f"{method}: {FAULTS[fault][1]}", caplog.text) is not None))
+        leased = await pool.lease(InstanceRequest(lease="b", rollout_id="r", attempt=1, input=2, wait_seconds=20))
+        assert (leased.instance, leased.environment["seen"]) == ("0.1", [2])
+    finally:
+        await pool.close()
 
 
 class NoBegin:
