@@ -1,8 +1,8 @@
 """Callbacks of POST /v1/process: each trajectory is posted to the request's URL as soon as it is ready, until that has taken it.
 
 In: rollouts with URLs, kept in the queue's database. Out: POST requests in the form of Standard Webhooks. Invariant: a trajectory whose
-request was answered is posted at least once, also after a restart of the server, unless its URL refuses it for `GIVE_UP_SECONDS`; only
-hosts that the settings allow are connected to, and redirections are not followed.
+request was answered is posted at least once, also after a restart of the server, unless its URL refuses it for `GIVE_UP_SECONDS`; one
+that is refused does not hold up the others; only hosts that the settings allow are connected to, and redirections are not followed.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from spangrad.settings import QueueSettings
 logger = logging.getLogger(__name__)
 
 GIVE_UP_SECONDS = 3600.0
-"""Time for which a URL may refuse trajectories before they are given up, in seconds."""
+"""Time for which a URL may refuse a trajectory before it is given up, in seconds."""
 _PAUSES = (1.0, 60.0)
-"""First and longest pause between two tries, in seconds; each is twice the one before."""
+"""First and longest pause between two tries of a trajectory, in seconds; each is twice the one before. After a refusal the URL gets nothing
+for the first one."""
 _POST_SECONDS = 30.0
 """Time limit of one try, in seconds."""
 _REASON_CHARACTERS = 500
@@ -54,6 +55,18 @@ class CallbackState(StrEnum):
     """The URL has taken it."""
     GIVEN_UP = "given_up"
     """The URL has refused it for too long; the same request sent again tries it anew."""
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Refusals of one trajectory by its URL."""
+
+    since: float
+    """Monotonic time of the first one."""
+    due: float = 0.0
+    """Monotonic time of the next try."""
+    pause: float = 0.0
+    """Pause before it, in seconds."""
 
 
 class CallbackRefusedError(ValueError):
@@ -89,14 +102,18 @@ class Callbacks:
     """Posts trajectories; starts with those that an earlier process has left."""
 
     def __init__(
-        self, service: Service, settings: QueueSettings, trajectories: Callable[[str, Sequence[str], float], AsyncGenerator[Trajectory]]
+        self,
+        service: Service,
+        settings: QueueSettings,
+        trajectories: Callable[[str, Sequence[str], float, Callable[[], bool]], AsyncGenerator[Trajectory]],
     ) -> None:
         """Store the arguments; `resume` begins.
 
         Args:
             service: the queue.
             settings: allowed hosts, and the token that signs.
-            trajectories: yields the trajectories of rollouts of a run as they are ready, for so many seconds at most.
+            trajectories: yields the trajectories of rollouts of a run as they are ready, for so many seconds at most; it waits for none
+                once the function returns True.
         """
         self._service = service
         self._hosts = CallbackHosts(settings.callback_hosts)
@@ -158,39 +175,51 @@ class Callbacks:
         task.add_done_callback(self._tasks.pop)
 
     async def _deliver(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
-        """Post the trajectories of rollouts as they are ready, one after the other."""
-        refused_since: float | None = None
+        """Post the trajectories of rollouts as they are ready, and those that the URL has refused when they are due again."""
+        refusals: dict[str, _Refusal] = {}
         while not self._service.stopping:
             try:
                 pending = await self._service.read(lambda connection: _open_among(connection, rollouts))
                 if not pending:
                     return
-                async with aclosing(self._trajectories(run_id, pending, _LOOK_SECONDS)) as trajectories:
-                    async for trajectory in trajectories:
-                        refused_since, reason = await self._post_until_taken(url, trajectory, refused_since)
-                        await self._end(trajectory.rollout_id, reason)
+                now = time.monotonic()
+                waits = {rollout: refusals[rollout].due - now for rollout in pending if rollout in refusals and refusals[rollout].due > now}
+                seconds = min(_LOOK_SECONDS, *waits.values()) if waits else _LOOK_SECONDS
+                if due := [rollout for rollout in pending if rollout not in waits]:
+                    await self._post_ready(run_id, due, url, seconds, refusals)
+                else:
+                    await asyncio.sleep(seconds)
             except SpangradError as error:  # the store or the database is away
                 logger.warning("callbacks to %s wait: %s", url, error)
                 await asyncio.sleep(_PAUSES[0])
 
-    async def _post_until_taken(self, url: str, trajectory: Trajectory, refused_since: float | None) -> tuple[float | None, str | None]:
-        """Post a trajectory until the URL takes it, or has refused for too long.
+    async def _post_ready(self, run_id: str, rollouts: Sequence[str], url: str, seconds: float, refusals: dict[str, _Refusal]) -> None:
+        """Post the trajectories of rollouts as they are ready, one after the other, each once.
 
-        Returns:
-            The time since when the URL refuses (None: it takes), and the reason for which the trajectory is given up (None: it was taken).
+        Args:
+            run_id: run of the rollouts.
+            rollouts: their ids.
+            url: address that they are posted to.
+            seconds: longest wait for those that are not ready, in seconds; once one is refused they are not waited for.
+            refusals: refusals by rollout, kept up to date.
         """
-        body, pause = msgspec.json.encode(trajectory), _PAUSES[0]
-        while True:
-            reason = await self._post(url, trajectory.rollout_id, body)
-            if reason is None:
-                return None, None
-            now = time.monotonic()
-            refused_since = now if refused_since is None else refused_since
-            if now - refused_since >= GIVE_UP_SECONDS:
-                logger.warning("callback %s of rollout %s is given up: %s", url, trajectory.rollout_id, reason)
-                return refused_since, reason
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+        refused: list[str] = []
+        async with aclosing(self._trajectories(run_id, rollouts, seconds, lambda: bool(refused))) as trajectories:
+            async for trajectory in trajectories:
+                name = trajectory.rollout_id
+                reason = await self._post(url, name, msgspec.json.encode(trajectory))
+                if reason is not None:
+                    now = time.monotonic()
+                    refusal = refusals.setdefault(name, _Refusal(now))
+                    if now - refusal.since < GIVE_UP_SECONDS:
+                        refusal.pause = max(_PAUSES[0], min(2 * refusal.pause, _PAUSES[1]))
+                        refusal.due = now + refusal.pause
+                        refused.append(name)
+                        await asyncio.sleep(_PAUSES[0])
+                        continue
+                    logger.warning("callback %s of rollout %s is given up: %s", url, name, reason)
+                refusals.pop(name, None)
+                await self._end(name, reason)
 
     async def _post(self, url: str, rollout_id: str, body: bytes) -> str | None:
         """Post a trajectory once; return why it was not taken. None: it was."""

@@ -148,7 +148,7 @@ class Processing:
         return self._settings.runner.gateway or (sampling, limits) == (OWN_SAMPLING, NO_LIMITS)
 
     async def trajectories(
-        self, run_id: str, rollouts: Sequence[str], seconds: float, is_gone: Callable[[], bool] = lambda: False
+        self, run_id: str, rollouts: Sequence[str], seconds: float, is_over: Callable[[], bool]
     ) -> AsyncGenerator[Trajectory]:
         """Yield the trajectories of rollouts as they are ready.
 
@@ -156,7 +156,7 @@ class Processing:
             run_id: run of the rollouts.
             rollouts: their ids.
             seconds: longest wait, in seconds.
-            is_gone: returns True if the client has left.
+            is_over: returns True once those that are not ready are waited for no longer, as where the client has left.
 
         Raises:
             StoreError: the store does not answer, or fails.
@@ -172,7 +172,7 @@ class Processing:
                 if trajectory or _is_unbuildable(rollout, time.time()):
                     del pending[rollout.rollout_id]
                     yield _trajectory(rollout, trajectory, self.spec)
-            if not pending or time.monotonic() >= end or self._service.stopping or is_gone():
+            if not pending or time.monotonic() >= end or self._service.stopping or is_over():
                 return
             await _wait_for_any([builds, ends] if len(ended) < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))
             await asyncio.sleep(_GATHER_SECONDS)

@@ -64,14 +64,17 @@ def validate(value: object, schema: dict[str, Any]) -> None:
 
 
 class Receiver(HttpServer):
-    """A URL that is called back: refuses the first requests, and keeps those that it takes."""
+    """A URL that is called back: refuses the first requests, and those of one task always, and keeps those that it takes."""
 
-    def __init__(self, refusals: int) -> None:
+    def __init__(self, refusals: int, too_large: str = "") -> None:
         self.refusals = refusals
+        self.too_large = too_large
         self.taken: list[tuple[dict[str, str], bytes]] = []
         super().__init__()
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        if json.loads(body)["task_id"] == self.too_large:
+            return 413, {}, b""
         if self.refusals:
             self.refusals -= 1
             return 500, {}, b""
@@ -316,6 +319,33 @@ async def test_process_callback_that_is_given_up_is_tried_again_on_request(setti
 
 async def is_given_up(service: Service, kept: sa.Select[Any]) -> bool:
     return (await service.read(lambda connection: connection.execute(kept).all()))[0].state == "given_up"
+
+
+@pytest.mark.parametrize("too_large", ["lima", "rome"])
+async def test_process_callback_that_is_always_refused_delays_no_other(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, too_large: str
+) -> None:
+    monkeypatch.setattr(callbacks, "_PAUSES", (0.05, 0.1))
+    tasks = [{"task_id": name, "input": {"city": name}} for name in ("lima", "oslo", "rome")]
+    kept = sa.select(CALLBACKS.c.state, CALLBACKS.c.reason)
+    with Receiver(refusals=2, too_large=too_large) as receiver:
+        settings = settings.model_copy(update={"queue": settings.queue.model_copy(update={"callback_hosts": ["127.0.0.1"]})})
+        request = of_run(tasks=tasks, callback=receiver.url)
+        async with serving(settings) as (client, service):
+
+            async def states() -> list[tuple[str, str | None]]:
+                rows = await service.read(lambda connection: connection.execute(kept).all())
+                return sorted((row.state, row.reason) for row in rows)
+
+            async def are(expected: list[tuple[str, str | None]]) -> bool:
+                return await states() == expected
+
+            await process(settings, request)
+            await client.cancel(RolloutSelector(run_id=request["run_id"]))
+            await until(lambda: are([("delivered", None), ("delivered", None), ("open", None)]))
+            monkeypatch.setattr(callbacks, "GIVE_UP_SECONDS", 0.0)
+            await until(lambda: are([("delivered", None), ("delivered", None), ("given_up", "HTTP 413")]))
+    assert sorted(json.loads(body)["task_id"] for _, body in receiver.taken) == sorted({"lima", "oslo", "rome"} - {too_large})
 
 
 async def test_process_description_is_served(settings: Settings) -> None:

@@ -58,7 +58,7 @@ def test_signed_headers_hold_the_hmac_of_id_time_and_body() -> None:
 
 
 async def test_add_callbacks_again_after_a_lost_commit_delivers_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_trajectories(_: str, __: Sequence[str], ___: float) -> AsyncGenerator[Trajectory]:
+    async def no_trajectories(*_: object) -> AsyncGenerator[Trajectory]:
         await asyncio.Event().wait()
         yield
 
