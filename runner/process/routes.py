@@ -15,7 +15,7 @@ from runner.process.openapi import DEMAND, LINES, PROCESS, TRAJECTORIES, UNAVAIL
 from runner.process.processing import NO_GATEWAY, Processing
 from runner.process.task_demands import rollout_ids
 from runner.process.wire import ROLLOUTS_MOST, ProcessAnswer, ProcessRequest, Refusal, StreamEnd, TaskDemand, TrajectoriesQuery, Trajectory
-from spangrad.errors import SettingsError, StoreError
+from spangrad.errors import SettingsError, SpangradError, StoreError
 from spangrad.http.server import body, json_response, refusal
 
 
@@ -115,7 +115,7 @@ async def _stream(request: web.Request, ids: Sequence[str], trajectories: AsyncI
             del pending[trajectory.rollout_id]
             await response.write(msgspec.json.encode(trajectory) + b"\n")
         last: StreamEnd | Refusal = StreamEnd(list(pending))
-    except StoreError as error:
+    except SpangradError as error:  # the store or the queue's database is away: this response has begun, and must end itself
         last = Refusal(f"the rollouts are enqueued, but their trajectories cannot be read: {error}")
     await response.write(msgspec.json.encode(last) + b"\n")
     return response

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 import uuid
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ from pydantic import SecretStr
 from runner.process import callbacks, processing
 from runner.process.callbacks import signed_headers
 from runner.process.openapi import description
+from runner.process.processing import Processing
 from runner.process.routes import ProcessRoutes
+from runner.process.wire import Trajectory
 from runner.queue.client import QueueClient
 from runner.queue.service import Service
 from runner.queue.tables import CALLBACKS
 from runner.queue.wire import Failure, RolloutSelector
+from spangrad.errors import QueueError
 from spangrad.processes import Child, own_command
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.runner import HandlerSettings
@@ -230,6 +234,17 @@ async def test_process_store_away_keeps_the_rollouts(settings: Settings, monkeyp
     assert status == 503
     assert refused["error"].startswith("the rollouts are enqueued, but their trajectories cannot be read: ")
     assert line == refused
+
+
+async def test_process_stream_reports_a_queue_database_that_is_away(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away(*_: object) -> AsyncGenerator[Trajectory]:
+        raise QueueError("the queue's database does not answer.")
+        yield
+
+    monkeypatch.setattr(Processing, "trajectories", away)
+    async with serving(settings):
+        ((_, line),) = await lines(settings, of_run())
+    assert line == {"error": "the rollouts are enqueued, but their trajectories cannot be read: the queue's database does not answer."}
 
 
 @pytest.mark.parametrize(
