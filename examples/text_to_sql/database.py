@@ -1,7 +1,7 @@
 """The database that is asked: singers, albums and concerts in SQLite, the same for every seed.
 
-In: a query. Out: its rows, in an order of their own, or None where SQLite refuses it. Invariant: nothing changes a row; a query that
-would take long is refused; threads ask one after the other, as one connection needs it.
+In: a query. Out: its rows, in an order of their own, or None where it is refused. Invariant: as `queries.py`; threads ask one after the
+other, as one connection needs it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import random
 import sqlite3
 import threading
 from functools import cache, lru_cache
+
+from examples.text_to_sql.queries import Rows, restrict, sorted_rows
 
 COUNTRIES = ("france", "italy", "japan", "brazil", "kenya", "norway", "peru", "egypt")
 GENRES = ("jazz", "rock", "folk", "soul", "punk", "opera")
@@ -21,8 +23,6 @@ LONGEST = 2_000_000
 """Instructions of SQLite's machine."""
 
 _ONE = threading.Lock()
-
-Rows = tuple[tuple[object, ...], ...]
 
 
 @cache
@@ -41,23 +41,17 @@ def _database() -> sqlite3.Connection:
     database.executemany("insert into album values(?, ?, ?, ?, ?)", albums)
     database.executemany("insert into concert values(?, ?, ?, ?)", concerts)
     database.commit()
-    database.execute("pragma query_only = 1")
-    database.set_progress_handler(lambda: 1, LONGEST)
+    restrict(database, LONGEST)
     return database
 
 
 @lru_cache(maxsize=100_000)
 def rows(query: str) -> Rows | None:
-    """The rows that a query finds, sorted; None where it is no query or SQLite refuses it."""
+    """Return the rows that a query finds, sorted; None where it is no query or is refused."""
     if not query.startswith("select "):
         return None
-    try:
-        with _ONE:
-            fetched = _database().execute(query).fetchall()
-    except sqlite3.Error:
-        return None
-    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in fetched)
-    return tuple(sorted(rounded, key=repr))
+    with _ONE:
+        return sorted_rows(_database(), query)
 
 
 def outcome(query: str) -> str:

@@ -1,7 +1,6 @@
 """SQLite databases that are asked and never changed.
 
-In: a file and a query. Out: its rows, in an order of their own, or None where SQLite refuses it. Invariant: a query that would take long is
-refused.
+In: a file and a query. Out: its rows, in an order of their own, or None where it is refused. Invariant: as `examples.text_to_sql.queries`.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+from examples.text_to_sql.queries import Rows, restrict, sorted_rows
+
 LONGEST = 20_000_000
 """Instructions of SQLite's machine."""
 SHOWN = 5
 """Rows that a model is told."""
 SHOWN_CHARACTERS = 300
 
-Rows = tuple[tuple[object, ...], ...]
-
 
 def _opened(database: str | Path) -> sqlite3.Connection:
     connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?mode=ro", uri=True)
     connection.text_factory = _text
-    connection.set_progress_handler(lambda: 1, LONGEST)
+    restrict(connection, LONGEST)
     return connection
 
 
@@ -31,14 +30,9 @@ def _text(value: bytes) -> str:
 
 
 def rows(database: str | Path, query: str) -> Rows | None:
-    """Return the rows that a query finds, sorted; None where it is none or SQLite refuses it."""
-    try:
-        with closing(_opened(database)) as connection:
-            result = connection.execute(query).fetchall()
-    except (sqlite3.Error, sqlite3.Warning):
-        return None
-    rounded = (tuple(round(value, 6) if isinstance(value, float) else value for value in row) for row in result)
-    return tuple(sorted(rounded, key=repr))
+    """Return the rows that a query finds, sorted; None where it is refused."""
+    with closing(_opened(database)) as connection:
+        return sorted_rows(connection, query)
 
 
 def shown(result: Rows | None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,30 @@ def test_spider_rows_give_schema_and_rewards_by_result(tmp_path: Path) -> None:
     assert (rows(given["database"], endless), shown(None), shown(())) == (None, "error", "empty")
     with pytest.raises(AgentError, match=r"singers.sqlite is not there\. Unpack Spider's own archive"):
         SPIDER.prepare(arguments_of(SPIDER, ["--tiny", "--train", str(tmp_path / "train.jsonl")]), tmp_path)
+
+
+def test_spider_queries_that_write_or_find_much_are_refused(tmp_path: Path) -> None:
+    database, written = tmp_path / "numbers.sqlite", tmp_path / "written.sqlite"
+    with closing(sqlite3.connect(database)) as connection:
+        connection.executescript("create table number ( n int ); create table price ( p real );")
+        connection.executemany("insert into number values (?)", [(number,) for number in range(400)])
+        connection.executemany("insert into price values (?)", [(3,), (0.1 + 0.2,)])
+        connection.commit()
+    refused = (
+        f"vacuum into '{written}'",
+        f"attach '{written}' as other",
+        "pragma user_version = 3",
+        "select 1; select 2",
+        "select a.n , b.n from number a , number b",
+        "select randomblob(1000001)",
+        "select randomblob(900000) from number",
+    )
+    assert [rows(database, query) for query in refused] == [None] * len(refused)
+    assert not written.exists()
+    assert rows(database, "select p from price") == ((0.3,), (3.0,))
+    counted = "with recursive small(n) as (select 1 union all select n + 1 from small where n < 9) select max(n) from small"
+    assert rows(database, counted) == ((9,),)
+    assert len(rows(database, "select a.n from number a , number b limit 100000") or ()) == 100_000
 
 
 def test_spider_replies_hold_queries_and_verdicts() -> None:
