@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -162,6 +163,10 @@ def test_ask_for_critique_shows_each_message_once_within_its_room() -> None:
     assert "END" in message
 
 
+FUNCTION_CALL = {"type": "function_call", "name": "search", "arguments": "{}", "call_id": "c"}
+FUNCTION_OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "rome"}
+
+
 def test_read_edit_without_prompt_is_none() -> None:
     assert [read_edit(text) for text in ("a <prompt>\n b \n</prompt> c", "<prompt>  </prompt>", "nothing", "<prompt>open")] == [
         " b ", None, None, None
@@ -180,6 +185,29 @@ def test_read_edit_without_prompt_is_none() -> None:
         ('{"input": "a"}', '{"output": "b"}', Exchange((("user", "a"),), "b")),
         ('{"prompt": "a"}', '{"choices": [{"text": "b"}]}', Exchange((("user", "a"),), "b")),
         ("no json", "an error", Exchange((), "an error")),
+        (
+            json.dumps({"instructions": "s", "input": [{"role": "user", "content": "a"}, FUNCTION_CALL, FUNCTION_OUTPUT]}),
+            json.dumps({"output": [FUNCTION_CALL]}),
+            Exchange(
+                (
+                    ("system", "s"),
+                    ("user", "a"),
+                    ("function_call", json.dumps(FUNCTION_CALL)),
+                    ("function_call_output", json.dumps(FUNCTION_OUTPUT)),
+                ),
+                json.dumps([FUNCTION_CALL]),
+            ),
+        ),
+        (
+            '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [1]}, {"role": "x", "y": "no"}]}',
+            '{"choices": [{"message": {"content": "b", "tool_calls": [2]}}]}',
+            Exchange((("user", ""), ("assistant", "[1]"), ("x", '{"role": "x", "y": "no"}')), "b [2]"),
+        ),
+        ('{"prompt": [1, 2]}', '{"choices": [{"text": "b"}]}', Exchange((("user", "[1, 2]"),), "b")),
+        ('{"prompt": [[1, 2], "a"]}', '{"choices": [{"text": "b"}]}', Exchange((("user", "[1, 2]"), ("user", "a")), "b")),
+        ('{"input": "a"}', '{"choices": ["b"]}', Exchange((("user", "a"),), '{"choices": ["b"]}')),
+        ('{"input": "a"}', '{"choices": {"text": "b"}}', Exchange((("user", "a"),), "b")),
+        ('{"input": "a"}', '{"choices": [{"message": "b"}]}', Exchange((("user", "a"),), "b")),
     ],
 )
 def test_read_exchange_in_each_dialect(request_: str, response: str, read: Exchange) -> None:
