@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 Query = MultiMapping[str]
 _DOWNLOAD_CHARACTERS = 2**20
+_MOST_CHOICE = 9999
 _CHECKPOINTS = """
 SELECT Path FROM spangrad.policy_versions WHERE TokenizerHash = {hash:String} AND Path != '' ORDER BY IngestedAt DESC LIMIT 5
 """
@@ -210,24 +211,29 @@ def _steps_of(query: Query) -> tuple[str, str, list[str], StepOrder]:
 
 
 def _place(query: Query) -> CallPlace:
-    choice = _number(query, "choice", most=9999) if query.get("choice") else 0
+    choice = _number(query, "choice", most=_MOST_CHOICE) if query.get("choice") else 0
     return CallPlace(_required(query, "rollout"), _required(query, "trace"), _required(query, "span"), choice)
 
 
 def _call_row(text: str) -> Mapping[str, Any]:
     """Return a call from TRACE.SPAN.CHOICE.NANOSECONDS, as the list of a rollout's spans has them."""
-    trace, span, choice, nanoseconds = ([*text.split("."), "", "", ""])[:4]
-    if not (choice.isdecimal() and nanoseconds.isdecimal()):
+    trace, span, *numbers = ([*text.split("."), "", "", ""])[:4]
+    choice, nanoseconds = _natural(numbers[0], _MOST_CHOICE), _natural(numbers[1])
+    if choice is None or nanoseconds is None:
         raise ValueError(f"call = {text[:80]!r} is not TRACE.SPAN.CHOICE.NANOSECONDS.")
-    started = datetime.fromtimestamp(int(nanoseconds) / 1e9, UTC)
-    return {"TraceId": trace, "SpanId": span, "ChoiceIndex": int(choice), "Timestamp": started}
+    return {"TraceId": trace, "SpanId": span, "ChoiceIndex": choice, "Timestamp": datetime.fromtimestamp(nanoseconds / 1e9, UTC)}
 
 
 def _number(query: Query, name: str, most: int = 2**63) -> int:
     text = _required(query, name)
-    if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= most):
+    if (number := _natural(text, most)) is None:
         raise ValueError(f"{name} = {text[:80]!r} is no number from 0 to {most}.")
-    return int(text)
+    return number
+
+
+def _natural(text: str, most: int = 2**63) -> int | None:
+    """Return the number that a text writes. None: it writes none from 0 to `most`."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= most else None
 
 
 def _required(query: Query, name: str) -> str:
