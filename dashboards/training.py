@@ -125,7 +125,10 @@ def _returns() -> Panel:
         GROUP BY version
         ORDER BY version"""
     return over_versions(
-        "Return of the batch that made the version", sql, "short", "Sum of a rollout's raw rewards, over the rollouts of the batch."
+        "Return of the batch that made the version",
+        sql,
+        "short",
+        "Sum of a rollout's rewards, weighted by trainer.credit.reward_weights, over the rollouts of the batch.",
     )
 
 
