@@ -1,7 +1,8 @@
 """`spangrad tools --swe-rex`: a sandbox by SWE-ReX's routes, for SWE-agent and whatever else uses its `RemoteRuntime`.
 
 In: requests of SWE-ReX 1.4 over HTTP. Out: its responses. Invariant: beyond loopback each request needs the key; a request that comes
-again with the id of the last ones is answered as before, and does nothing again.
+again with the id of the last ones is answered as before, also with an error, and does nothing again; while the first one is under way, it
+waits for that.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ from spangrad.types import SandboxRung
 SERVICE = "spangrad-tools"
 _KEPT_RESPONSES = 64
 """Number of responses that are kept for requests that come again."""
+_KEPT_BYTES = 2**26
+"""Number of bytes of those responses; the last one may have more."""
 _HEADERS = ("traceparent", "tracestate", "baggage")
 log = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, paren
         key: API key that each request needs. None: none is needed.
         parent: context of actions whose requests name none.
     """
-    application = web.Application(middlewares=[_guard(key), _repeated()], client_max_size=BODY_BYTES)
+    application = web.Application(middlewares=[_guard(key), _Answers().answer], client_max_size=BODY_BYTES)
     application.add_routes(_routes(runtime, parent))
     return HttpServer(application, host, port)
 
@@ -128,8 +131,7 @@ def _routes(runtime: RexRuntime, parent: Context) -> list[web.RouteDef]:
         return json_response({"is_alive": True, "message": ""})
 
     async def upload(request: web.Request) -> web.Response:
-        async with asyncio.timeout(BODY_SECONDS):
-            form = await request.post()
+        form = await request.post()
         file, path = form.get("file"), form.get("target_path")
         if not isinstance(file, web.FileField) or not isinstance(path, str):
             raise ValueError("an upload is a form with the fields `file` and `target_path`")
@@ -154,48 +156,82 @@ def _routes(runtime: RexRuntime, parent: Context) -> list[web.RouteDef]:
 
 
 def _guard(key: str | None) -> Any:
-    """Build the middleware that checks the key, and turns errors into the protocol's."""
+    """Build the middleware that checks the key."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if key is not None and not is_token(request.headers.get(KEY_HEADER), key):
             return _refusal(401, f"this server asks for its key: send `{KEY_HEADER}` with tools.token.")
-        try:
-            return await handler(request)
-        except (RexError, SandboxError) as failure:
-            error = failure if isinstance(failure, RexError) else RexError("SwerexException", str(failure))
-            transfer = {"message": str(error), "class_path": error.class_path, "traceback": "", "extra_info": error.extra}
-            return json_response({"swerexception": transfer}, ERROR_STATUS)
-        except (TooSlowError, TimeoutError):
-            return _refusal(408, "the request did not arrive in time. Send it faster.")
-        except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
-        except web.HTTPException as error:
-            return _refusal(error.status, f"{request.method} {request.path} is not answered here: these are SWE-ReX's routes.")
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            return _refusal(422, f"{request.method} {request.path}: {error}")
+        return await _in_protocol(request, handler)
 
     return guarded
 
 
-def _repeated() -> Any:
-    """Build the middleware that answers a repeated request as before."""
-    responses: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
+async def _in_protocol(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer a request; errors are turned into the protocol's."""
+    try:
+        return await handler(request)
+    except (RexError, SandboxError) as failure:
+        error = failure if isinstance(failure, RexError) else RexError("SwerexException", str(failure))
+        transfer = {"message": str(error), "class_path": error.class_path, "traceback": "", "extra_info": error.extra}
+        return json_response({"swerexception": transfer}, ERROR_STATUS)
+    except (TooSlowError, TimeoutError):
+        return _refusal(408, "the request did not arrive in time. Send it faster.")
+    except web.HTTPRequestEntityTooLarge:
+        return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
+    except web.HTTPException as error:
+        return _refusal(error.status, f"{request.method} {request.path} is not answered here: these are SWE-ReX's routes.")
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return _refusal(422, f"{request.method} {request.path}: {error}")
+
+
+class _Answers:
+    """Answers to the last requests with an id, for those that come again."""
+
+    def __init__(self) -> None:
+        self._tasks: OrderedDict[str, asyncio.Task[tuple[int, bytes]]] = OrderedDict()
+        """Tasks that answer with a status and a body, by id; those that have ended in the order of their ends."""
 
     @web.middleware
-    async def repeated(request: web.Request, handler: Handler) -> web.StreamResponse:
-        number = request.headers.get(REQUEST_HEADER)
-        if number is not None and number in responses:
-            status, content = responses[number]
-            return web.Response(status=status, body=content, content_type="application/json")
-        response = await handler(request)
-        if number is not None and isinstance(response, web.Response) and isinstance(response.body, bytes):
-            responses[number] = (response.status, response.body)
-            while len(responses) > _KEPT_RESPONSES:
-                responses.popitem(last=False)
-        return response
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request; one with an id is applied once and to its end, since a client that leaves may ask again."""
+        # A request that breaks off before its end has come is not applied.
+        if request.content_type == "multipart/form-data":
+            async with asyncio.timeout(BODY_SECONDS):
+                await request.post()
+        else:
+            await body(request)
+        if (number := request.headers.get(REQUEST_HEADER)) is None:
+            return await handler(request)
+        if (task := self._tasks.get(number)) is None:
+            task = self._tasks[number] = asyncio.create_task(_applied(request, handler))
+            task.add_done_callback(lambda ended: self._keep(number, ended))
+        status, content = await asyncio.shield(task)
+        return web.Response(status=status, body=content, content_type="application/json")
 
-    return repeated
+    def _keep(self, number: str, task: asyncio.Task[tuple[int, bytes]]) -> None:
+        """Keep the answer of a task that has ended, unless it is a refusal; forget the oldest ones beyond the limits."""
+        self._tasks.move_to_end(number)
+        if _size(task) and task.result()[0] not in {200, ERROR_STATUS}:
+            del self._tasks[number]
+        ended = [name for name, kept in self._tasks.items() if kept.done()]
+        size = sum(_size(self._tasks[name]) for name in ended)
+        for oldest in ended[:-1]:
+            if len(self._tasks) <= _KEPT_RESPONSES and size <= _KEPT_BYTES:
+                break
+            size -= _size(self._tasks.pop(oldest))
+
+
+async def _applied(request: web.Request, handler: Handler) -> tuple[int, bytes]:
+    response = await _in_protocol(request, handler)
+    assert isinstance(response, web.Response)
+    assert isinstance(response.body, bytes)
+    return response.status, response.body
+
+
+def _size(task: asyncio.Task[tuple[int, bytes]]) -> int:
+    """Return the number of bytes of a task's answer. 0: it raised."""
+    return 0 if task.cancelled() or task.exception() is not None else len(task.result()[1])
 
 
 def _refusal(status: int, sentence: str) -> web.Response:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from opentelemetry.context import Context
 from pydantic import SecretStr
@@ -164,6 +165,36 @@ async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: Sandbox
     except SandboxError as error:
         if "no sandbox can be started here" not in str(error):
             raise
+        pytest.skip(str(error))
+
+
+async def test_rex_server_request_that_comes_again_is_applied_once(policy: SandboxPolicy) -> None:
+    try:
+        async with server_of_ours(policy, "key") as url, aiohttp.ClientSession(url, headers={"X-API-Key": "key"}) as http:
+
+            async def post(path: str, body: dict[str, Any], number: str) -> tuple[int, Any]:
+                async with http.post(path, json=body, headers={"X-Request-ID": number}) as answer:
+                    return answer.status, await answer.json()
+
+            async def act(command: str, number: str) -> tuple[int, Any]:
+                return await post("/run_in_session", {"action_type": "bash", "command": command}, number)
+
+            await post("/create_session", {}, "session")
+            assert (await act("cd /tmp", "directory"))[0] == 200
+            first = await act("echo x >> failed; false", "failed")
+            assert (first[0], first[1]["swerexception"]["class_path"]) == (511, "swerex.exceptions.NonZeroExitCodeError")
+            assert await act("echo x >> failed; false", "failed") == first
+            slow = ("sleep 1; echo x >> slow", "slow")
+            both = await asyncio.gather(act(*slow), act(*slow))
+            assert both[0] == both[1]
+            assert both[0][0] == 200
+            # Its client leaves, and asks again.
+            left = ("sleep 1; echo x >> left", "left")
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(act(*left), 0.3)
+            assert (await act(*left))[0] == 200
+            assert (await act("cat failed slow left", "read"))[1]["output"].split() == ["x", "x", "x"]
+    except SandboxError as error:
         pytest.skip(str(error))
 
 

@@ -12,6 +12,7 @@ from opentelemetry.context import Context
 
 from runner.sandboxes.engines import SandboxEngine
 from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
+from runner.swe_rex import server as server_module
 from runner.swe_rex.runtime import RexRuntime
 from runner.swe_rex.server import rex_server, serve
 from runner.tools.action_spans import ActionSpans
@@ -73,6 +74,25 @@ async def test_rex_server_repeated_request_is_answered_without_doing_it_again() 
         for number in ("a", "a", "b"):
             assert await asked(server.url, "/close", **{"X-Request-ID": number}) == (200, {})
     assert runtime.ends == 2
+
+
+async def test_rex_server_keeps_a_bounded_number_of_answers_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = CountingRuntime()
+    async with rex_server(runtime, "127.0.0.1", 0, None, Context()) as server:
+
+        async def ends(*numbers: str) -> int:
+            before = runtime.ends
+            for number in numbers:
+                await asked(server.url, "/close", **{"X-Request-ID": number})
+            return runtime.ends - before
+
+        monkeypatch.setattr(server_module, "_KEPT_RESPONSES", 2)
+        assert await ends("a", "b", "c", "b", "c", "a") == 4
+        monkeypatch.setattr(server_module, "_KEPT_BYTES", 1)
+        assert await ends("d", "d", "c") == 2
+        refused = [await asked(server.url, "/execute", {"command": 1}, **{"X-Request-ID": "e"}) for _ in range(2)]
+        assert [status for status, _ in refused] == [422, 422]
+        assert await ends("c") == 0, "a refusal is not kept"
 
 
 def test_rex_server_beyond_loopback_requires_a_token(tmp_path: Path) -> None:
