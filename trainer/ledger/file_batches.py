@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import sqlalchemy as sa
 
@@ -94,26 +93,31 @@ def has_trainers_state(database: LedgerDatabase, version: LedgerVersion) -> bool
 
 def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, FileBatch] | None:
     """Return the newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
-    return next(((row.version, _file_batch(row)) for row in _committed(database, policy, branch, lineage) if row.run == run), None)
+    with database.transaction() as transaction:
+        rows = transaction.execute(
+            sa.select(VERSIONS.c.version, FILE_BATCHES)
+            .join(FILE_BATCHES, VERSIONS.c.batch_id == FILE_BATCHES.c.batch_id)
+            .where(
+                VERSIONS.c.policy == policy,
+                VERSIONS.c.branch == branch,
+                VERSIONS.c.status == VersionStatus.COMMITTED,
+                FILE_BATCHES.c.run == run,
+            )
+            .order_by(VERSIONS.c.version.desc())
+        )
+        known = set(lineage)
+        return next(((row.version, _file_batch(row)) for row in rows if row.version in known), None)
 
 
-def versions_of_newest_run(database: LedgerDatabase, policy: str, branch: str, lineage: Sequence[int]) -> set[int]:
-    """Return the versions that the newest run over files has committed on the way to the head; empty: there was no run."""
-    rows = _committed(database, policy, branch, lineage)
-    return {row.version for row in rows if row.run == rows[0].run}
-
-
-def _committed(database: LedgerDatabase, policy: str, branch: str, lineage: Sequence[int]) -> list[sa.Row[Any]]:
-    """Return the versions on the way to the head that runs over files have committed, with their batches, newest first."""
+def runs_of(database: LedgerDatabase, policy: str, branch: str, versions: Sequence[int]) -> dict[int, str]:
+    """Return the run over files that made each of some versions of a branch; those that batches of rollouts made are left out."""
     query = (
-        sa.select(VERSIONS.c.version, FILE_BATCHES)
+        sa.select(VERSIONS.c.version, FILE_BATCHES.c.run)
         .join(FILE_BATCHES, VERSIONS.c.batch_id == FILE_BATCHES.c.batch_id)
-        .where(VERSIONS.c.policy == policy, VERSIONS.c.branch == branch, VERSIONS.c.status == VersionStatus.COMMITTED)
-        .order_by(VERSIONS.c.version.desc())
+        .where(VERSIONS.c.policy == policy, VERSIONS.c.branch == branch, VERSIONS.c.version.in_(versions))
     )
-    known = set(lineage)
     with database.reading() as connection:
-        return [row for row in connection.execute(query) if row.version in known]
+        return {int(version): str(run) for version, run in connection.execute(query)}
 
 
 def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: FileBatch | None) -> set[Attempt]:

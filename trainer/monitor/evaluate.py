@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import VersionStatus
-from trainer.ledger.file_batches import versions_of_newest_run
+from trainer.ledger.file_batches import runs_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.batch_metrics import succeeded, weighted_return
@@ -132,10 +132,21 @@ def best_of_files(ledger: Ledger, versions: Iterable[LedgerVersion], settings: T
     """Return the version with the lowest held_out_loss among those of the branch's newest run over files; of equals the newest.
 
     None: none of them has been measured on held-out rows.
+
+    Args:
+        ledger: of the branch.
+        versions: few: committed versions that have files. Only if one of them was measured, the way to the head is looked up.
+        settings: of the trainer.
     """
-    run = versions_of_newest_run(ledger.database, settings.policy, settings.branch, ledger.lineage())
-    measured = [version for version in versions if version.version in run and isfinite(version.metrics.get("held_out_loss", inf))]
-    return min(measured, key=lambda version: (version.metrics["held_out_loss"], -version.version), default=None)
+    with_files = list(versions)
+    measured = [version for version in with_files if isfinite(version.metrics.get("held_out_loss", inf))]
+    if not measured:
+        return None
+    lineage = set(ledger.lineage())
+    runs = runs_of(ledger.database, settings.policy, settings.branch, [version.version for version in with_files])
+    runs = {version: run for version, run in runs.items() if version in lineage}
+    of_newest = [version for version in measured if runs and runs.get(version.version) == runs[max(runs)]]
+    return min(of_newest, key=lambda version: (version.metrics["held_out_loss"], -version.version), default=None)
 
 
 def describe_best(version: LedgerVersion, settings: TrainerSettings) -> str:
