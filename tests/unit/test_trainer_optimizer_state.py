@@ -212,7 +212,7 @@ def test_replay_to_other_weights_keeps_those_of_version(tmp_path: Path, base: Pa
     assert "the replay led to other weights than those of version 3, which are kept" in caplog.text
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [3, 5]), (0, [3, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(("keep", "left"), [(1, [3, 5]), (2, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
 def test_prune_keeps_newest_and_those_they_are_replayed_from(tmp_path: Path, base: Path, keep: int, left: list[int]) -> None:
     dead = crashed(base, tmp_path / "policies", 6, checkpoint__every=3, checkpoint__keep=99)
     prune(dead.ledger, settings(base, tmp_path / "policies", checkpoint__keep=keep))
