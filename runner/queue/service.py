@@ -92,6 +92,9 @@ class Service:
         """Notified when a demand is set."""
         self._stops = StoppedAttempts()
         self._stopping = False
+        self._rebuild_due = False
+        """True after a write that failed, until the running attempts are read again."""
+        self._rebuilding: asyncio.Task[None] | None = None
         self.taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Fails when another server serves from the database: this one must end."""
         self.sweeps = 0
@@ -345,7 +348,9 @@ class Service:
             return await self.writer.do(work)
         except QueueError:
             # The transaction may have been committed: read the running attempts again, as soon as that is possible.
-            self._rebuilding = asyncio.create_task(self._rebuild_when_possible())
+            self._rebuild_due = True
+            if self._rebuilding is None or self._rebuilding.done():
+                self._rebuilding = asyncio.create_task(self._rebuild_when_possible())
             raise
 
     async def read(self, work: Callable[[sa.Connection], T]) -> T:
@@ -371,13 +376,13 @@ class Service:
             raise
 
     async def _rebuild_when_possible(self) -> None:
-        while not self._stopping:
+        while self._rebuild_due and not self._stopping:
             await asyncio.sleep(_RETRY_SECONDS)
+            self._rebuild_due = False  # before the read: it may miss a write that fails meanwhile
             try:
                 await self._rebuild()
-                return
             except QueueError:
-                continue
+                self._rebuild_due = True
 
     async def _rebuild(self) -> None:
         """Replace the tracked attempts by those that the database says are running."""

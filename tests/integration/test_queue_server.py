@@ -7,7 +7,6 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -19,11 +18,9 @@ from runner.queue import notifier
 from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.server import serve
 from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
-from spangrad.database import Database
 from spangrad.errors import QueueError, SpangradError
 from spangrad.types import Mode
-from tests.support.runners import done, failed, is_locked, is_true, new_rollouts, queue_settings, serving, until
-from tests.support.servers import running_postgres
+from tests.support.runners import done, failed, is_true, new_rollouts, queue_settings, serving, until
 
 
 async def test_rollout_lifecycle_over_queue_http(queue_db: str) -> None:
@@ -246,47 +243,12 @@ async def test_writer_request_that_fails_affects_no_other(tmp_path: Path) -> Non
         assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
 
-async def test_queue_without_database_answers_503_and_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db"), retry_seconds=0) as (client, service):
-        await client.enqueue("run", new_rollouts(2))
-        (lease,) = await client.lease("run", "worker")
-
-        def away(_: Database) -> Any:
-            raise QueueError("the database is away.")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Database, "transaction", away)
-            with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the database is away\."):
-                await client.complete([done(lease)])
-        assert (await client.complete([done(lease)]))[0].refused is None
-        assert service.in_flight == 0
-
-
 async def test_enqueue_rollout_id_of_another_run_is_refused(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _):
         await client.enqueue("run", new_rollouts(2))
         with pytest.raises(QueueError, match=r"\(400\): .*rollout r\d belongs to run run already"):
             await client.enqueue("other", [*new_rollouts(2), *new_rollouts(1, "new")])
         assert [run.run_id for run in await client.runs()] == ["run"], "nothing of it was enqueued"
-
-
-@pytest.mark.slow
-async def test_queue_with_restarted_postgresql_loses_no_rollout() -> None:
-    with running_postgres() as postgres:
-        settings = queue_settings(postgres.schema("queue"))
-        async with serving(settings, retry_seconds=0) as (client, service):
-            await client.enqueue("run", new_rollouts(4))
-            first, second = await client.lease("run", "worker", 2)
-            await client.complete([done(first)])
-            postgres.crash()
-            with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the queue's database .* failed"):
-                await client.complete([done(second)])
-            assert await client.beat([second]) == [], "heartbeats need no database"
-            await asyncio.to_thread(postgres.start)
-            assert [receipt.refused for receipt in await client.complete([done(first), done(second)])] == [None, None]
-            await until(lambda: is_locked(settings.queue.db.get_secret_value()))
-            assert (await client.run("run")).states == {RolloutState.QUEUED: 2, RolloutState.SUCCEEDED: 2}
-            assert service.in_flight == 0
 
 
 async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
