@@ -36,6 +36,7 @@ from runner.queue.wire import (
     Extend,
     Fail,
     Heartbeat,
+    Held,
     LeaseRelease,
     LeaseRequest,
     Leases,
@@ -182,14 +183,17 @@ class Service:
 
         Args:
             ask: the worker's request.
-            is_gone: returns True if the client has disconnected.
+            is_gone: returns True if the client has disconnected; called in any thread.
         """
         seconds = ask.lease_seconds or self._defaults.lease_seconds
         end = time.monotonic() + ask.wait_seconds
         while True:
             event = self._arrivals.of(ask.run_id)
-            leases = await self._write(lambda transaction: rows.hand_out(transaction, ask, seconds, self._running.now()))
+            leases = await self._write(lambda tx: [] if is_gone() else rows.hand_out(tx, ask, seconds, self._running.now()))
             self._running.lease(leases, ask.worker)
+            if leases and is_gone():
+                held = [Held(rollout_id=lease.rollout_id, attempt=lease.attempt) for lease in leases]
+                await self.release(LeaseRelease(leases=held, detail="its worker had left before the hand-out was committed"))
             # A worker that left or died while it waited gets no lease: that would count as an attempt.
             if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(ask.worker):
                 return Leases(leases=leases)

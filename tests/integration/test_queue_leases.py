@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from inline_snapshot import snapshot
 
 from runner.queue.client import LeaseHeartbeats, QueueClient
-from runner.queue.wire import AttemptReceipt, Cancelled, Held, RolloutSelector, RolloutState
+from runner.queue.wire import AttemptReceipt, Cancelled, Held, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
 from tests.support.runners import done, is_state, is_true, new_rollouts, queue_settings, serving, state, until
 
@@ -184,6 +185,43 @@ async def test_released_lease_does_not_count_as_attempt(queue_db: str) -> None:
             assert (lease.attempt, lease.last) == (number, True)
             (result,) = await client.release([lease], "draining")
             assert (result.state, result.refused) == (RolloutState.QUEUED, None)
+
+
+async def test_lease_of_client_that_left_while_writer_was_blocked_costs_no_attempt(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", new_rollouts(1))
+        before = await client.rollout("r0")
+        blocked, entered = threading.Event(), threading.Event()
+
+        def block(_: object) -> None:
+            entered.set()
+            assert blocked.wait(30)
+
+        blocking = asyncio.create_task(service.writer.do(block))
+        await asyncio.to_thread(entered.wait, 30)
+        async with QueueClient.of(settings.queue) as other:
+            leaving = asyncio.create_task(other.lease("run", "other"))
+            await until(lambda: is_true(service.writer.waiting == 1))
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+        await asyncio.sleep(0.2)  # the server, in this event loop, sees the end of the connection
+        blocked.set()
+        await blocking
+        await until(lambda: is_true(service.writer.tally.requests == 3))
+        assert (await client.rollout("r0"), service.in_flight) == (before, 0)
+        assert [lease.attempt for lease in await client.lease("run", "worker")] == [0]
+
+
+async def test_lease_of_client_that_left_during_its_commit_is_released(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        await client.enqueue("run", new_rollouts(1))
+        before = await client.rollout("r0")
+        left = iter([False])
+        await service.lease(LeaseRequest(run_id="run", worker="worker", count=1), lambda: next(left, True))
+        rollout = await client.rollout("r0")
+        assert [attempt.reason for attempt in rollout.attempts] == [AttemptFailure.RELEASED]
+        assert (rollout.state, rollout.attempts_left, service.in_flight) == (RolloutState.QUEUED, before.attempts_left, 0)
 
 
 async def test_dead_worker_of_same_machine_loses_attempts_at_once(tmp_path: Path) -> None:
