@@ -22,7 +22,7 @@ class FrameKind(IntEnum):
     BROKEN = 1
     """Sent by the shard, session 0: it cannot serve. Payload: a sentence."""
     OPEN = 2
-    """Creation of a session's environment; payload to the shard: `SessionOpening`, from it: empty, or an error."""
+    """Creation of a session's environment; payload to the shard: `SessionOpening`, from it: empty, or an error that ends the session."""
     MESSAGE = 3
     """Request of a client, and its response."""
     CLOSE = 4

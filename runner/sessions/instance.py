@@ -172,7 +172,7 @@ class SessionInstance:
                     return data[TEXT]
             return action_of(self._environment, data)
         except USER_ERRORS as error:
-            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: {_text(error)}") from error
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: {failure_text(error)}") from error
 
     async def _play(self, request: SessionRequest, action: Any) -> Answer:
         span = self._span("step", request, {semconv.EPISODE_ID: self._episode, semconv.EPISODE_STEP: self._count})
@@ -224,11 +224,12 @@ class SessionInstance:
 
 def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:
     """Return what the client is told of an exception of the environment, and end its span."""
-    sentence = _text(error)
+    sentence = failure_text(error)
     if span is not None:
         span.end(None, "", sentence)
     return SessionError(ErrorCode.EXECUTION_ERROR, sentence)
 
 
-def _text(error: BaseException) -> str:
+def failure_text(error: BaseException) -> str:
+    """Return what is shown of an exception of the environment."""
     return f"{type(error).__name__}: {error}".rstrip(": ")[:_ERROR_LENGTH]

@@ -28,7 +28,7 @@ import msgspec
 import uvloop
 
 from runner.sessions.frames import Frame, FrameKind, FrameReader
-from runner.sessions.instance import Call, SessionInstance, SessionOpening
+from runner.sessions.instance import Call, SessionInstance, SessionOpening, failure_text
 from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.players import PlayersInstance
 from runner.sessions.step_spans import PlayedSpans
@@ -36,7 +36,7 @@ from spangrad.callables import load
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import Environment, is_environment, member, prompt_of
 from spangrad.episode.openenv_fields import ACTIONS, FORFEIT, ROLES
-from spangrad.episode.user_calls import USER_ERRORS
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
 
@@ -177,19 +177,19 @@ class SessionShard(asyncio.Protocol):
     async def _run(
         self, opening: Frame, next_request: Callable[[], Awaitable[bytes | None]], call: Call, send: Callable[[Frame], None]
     ) -> None:
-        """Serve one session."""
+        """Serve one session; what ends it by itself is sent as an error."""
         number = opening.session
         try:
             try:
-                environment = created(self._factory)
+                with plain_exceptions():
+                    environment = created(self._factory)
+                    kind = PlayersInstance if member(environment, ROLES) else SessionInstance
+                    instance = kind(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
             except USER_ERRORS as error:
                 name = getattr(self._factory, "__name__", str(self._factory))
-                sentence = f"{type(error).__name__}: {error}".rstrip(": ")
-                refused = SessionError(ErrorCode.FACTORY_ERROR, f"no environment can be created: {sentence}", factory_name=name)
-                send(Frame(FrameKind.OPEN, number, refused.encode()))
+                sentence = f"no environment can be created: {failure_text(error)}"
+                send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.FACTORY_ERROR, sentence, factory_name=name).encode()))
                 return
-            kind = PlayersInstance if member(environment, ROLES) else SessionInstance
-            instance = kind(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
             send(Frame(FrameKind.OPEN, number))
             try:
                 while (payload := await next_request()) is not None:
@@ -197,13 +197,23 @@ class SessionShard(asyncio.Protocol):
                     send(Frame(FrameKind.MESSAGE, number, answer.payload, answer.events, answer.seconds, answer.reward))
             finally:
                 await _close(instance.close)
+        except BaseException as error:  # such as an interrupt by the user's code, which must not end the process
+            if number in self._requests:  # else the server has ended the session
+                sentence = f"the environment ended its session by {failure_text(error)}. Open a new one"
+                send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.EXECUTION_ERROR, sentence).encode()))
         finally:
             self._requests.pop(number, None)
 
     async def _call_in_loop(self, method: Callable[[], Any]) -> Any:
         """Call a method in a session's thread; what it awaits runs in the event loop, while the thread waits."""
-        result = method()
-        return asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result() if inspect.isawaitable(result) else result
+        with plain_exceptions():
+            result = method()
+        if not inspect.isawaitable(result):
+            return result
+        value, error = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
+        if error is not None:
+            raise error
+        return value
 
     def _send_soon(self, frame: Frame) -> None:
         """Send a frame at the end of this turn of the event loop, with the others."""
@@ -234,12 +244,18 @@ async def _close(close: Callable[[], Awaitable[Any]]) -> None:
 
 async def call_here(method: Callable[[], Any]) -> Any:
     """Call a method, and wait for its result where it is awaitable."""
-    result = method()
-    return await result if inspect.isawaitable(result) else result
+    with plain_exceptions():
+        result = method()
+        return await result if inspect.isawaitable(result) else result
 
 
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
+async def _awaited(result: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return what is awaited, or what it raised: an exit or an interrupt that ends a task ends the event loop, too."""
+    try:
+        with plain_exceptions():
+            return await result, None
+    except BaseException as error:
+        return None, error
 
 
 def created(factory: Factory) -> Environment:

@@ -49,8 +49,17 @@ def plain_exceptions() -> Generator[None]:
     except (*USER_ERRORS, KeyboardInterrupt, GeneratorExit):
         raise
     except asyncio.CancelledError as error:
-        if (task := asyncio.current_task()) is None or task.cancelling():
+        if _is_cancelled():
             raise
         raise RuntimeError("cancelled by the user's code itself, in a task of its own") from error
     except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_cancelled() -> bool:
+    """Return whether the current task is being cancelled; False in a thread without an event loop, which runs none."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return task is not None and task.cancelling() > 0

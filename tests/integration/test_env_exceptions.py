@@ -1,0 +1,67 @@
+"""`spangrad env serve` of environments that raise what `except Exception` does not catch: their own session alone gets an error."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from runner.sessions.server import running
+from runner.sessions.shards import ShardCommand
+from tests.support.runners import environment_service_settings
+
+AGENTS = Path(__file__).resolve().parent.parent / "agents"
+
+
+@asynccontextmanager
+async def served(environment: str) -> AsyncGenerator[aiohttp.ClientSession]:
+    """A client of a server with one process, which must be the same at the end."""
+    commands = {"game": ShardCommand(f"raising_games:{environment}", AGENTS, {})}
+    async with running(environment_service_settings(), commands, 1, 8) as url, aiohttp.ClientSession(url) as client:
+        yield client
+        async with client.get("/metrics") as response:
+            assert 'spangrad_sessions_shard_restarts_total{environment="game"} 0.0' in (await response.text()).splitlines()
+
+
+async def ask(connection: aiohttp.ClientWebSocketResponse, kind: str, data: object = None) -> dict[str, Any]:
+    """A request and the data of its response, which must come at once."""
+    await connection.send_json({"type": kind, "data": data})
+    return (await connection.receive_json(timeout=20))["data"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ("PlainPanics", "RuntimeError: Panic: broken"),
+        ("PlainCancels", "RuntimeError: cancelled by the user's code itself, in a task of its own"),
+        ("PlainInterrupts", "the environment ended its session by KeyboardInterrupt. Open a new one"),
+        ("AwaitedPanics", "RuntimeError: Panic: broken"),
+        ("AwaitedExits", "SystemExit: 3"),
+        ("AsyncPanics", "RuntimeError: Panic: broken"),
+        ("AsyncInterrupts", "the environment ended its session by KeyboardInterrupt. Open a new one"),
+        ("AsyncCancels", "RuntimeError: cancelled by the user's code itself, in a task of its own"),
+        ("AsyncCancelsItself", "the environment ended its session by CancelledError. Open a new one"),
+    ],
+)
+async def test_env_serve_step_that_raises_anything_ends_no_other_session(environment: str, sentence: str) -> None:
+    async with served(environment) as client, client.ws_connect("/ws") as first, client.ws_connect("/ws") as second:
+        for connection in (first, second):
+            assert (await ask(connection, "reset"))["observation"] == {"text": "Begin."}
+        assert await ask(first, "step", {"text": "raise"}) == {"code": "EXECUTION_ERROR", "message": sentence}
+        assert (await ask(second, "step", {"text": "on"}))["observation"] == {"text": "on"}
+        if "Open a new one" not in sentence:
+            assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
+
+
+@pytest.mark.parametrize("environment", ["PanicsWhenCreated", "AsyncPanicsWhenCreated"])
+async def test_env_serve_creation_that_raises_anything_ends_no_other_session(environment: str) -> None:
+    async with served(environment) as client, client.ws_connect("/ws") as first:
+        await ask(first, "reset")
+        async with client.ws_connect("/ws") as second:
+            error = (await second.receive_json(timeout=20))["data"]
+            assert (error["code"], error["message"]) == ("FACTORY_ERROR", "no environment can be created: RuntimeError: Panic: broken")
+        assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
