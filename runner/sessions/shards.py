@@ -27,6 +27,8 @@ from spangrad.processes import die_with_parent, kill_group
 
 _RETRY_SECONDS = (0.1, 1.0, 5.0, 30.0)
 """Pauses before a process is started again, in seconds; the last one repeats. A process that has served begins anew."""
+_START_SECONDS = 300.0
+"""Time that a process has to serve when it is started again, in seconds; then it is killed, and the next one is started."""
 _END_SECONDS = 5.0
 """Time that a process has to close its environments when the server ends, in seconds."""
 _PINGS_SECONDS = 1.0
@@ -88,13 +90,20 @@ class ShardProcess(asyncio.Protocol):
 
     @classmethod
     async def start(cls, command: ShardCommand) -> ShardProcess:
-        """Start a process."""
+        """Start a process.
+
+        Raises:
+            OSError: this process or the machine lacks descriptors, memory or processes.
+            SubprocessError: the process could not be prepared.
+        """
         requests, responses = socket.socketpair(), socket.socketpair()
         try:
-            process = command.start(requests[1], responses[1])
-        finally:
-            requests[1].close()
-            responses[1].close()
+            with requests[1], responses[1]:
+                process = command.start(requests[1], responses[1])
+        except BaseException:
+            requests[0].close()
+            responses[0].close()
+            raise
         loop = asyncio.get_running_loop()
         _, shard = await loop.create_connection(cls, sock=responses[0])
         shard._process = process
@@ -218,24 +227,30 @@ class Shards:
 
     async def _keep(self, slot: int, process: ShardProcess) -> None:
         """Start a slot's process again whenever it has ended."""
-        failures = 0
         while True:
             await process.ended
             self.restarts += 1
             await process.kill()
             log.warning("shard %d (process %d) has ended; another one is started", slot, process.pid)
-            while True:
-                await asyncio.sleep(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
+            process = await self._replace(slot)
+
+    async def _replace(self, slot: int) -> ShardProcess:
+        """Start a slot's process, again and again until it serves."""
+        failures = 0
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
+            process = None
+            try:
                 self._processes[slot] = process = await ShardProcess.start(self._command)
-                try:
-                    await process.described
-                except EnvironmentsError as error:
-                    failures += 1
-                    log.warning("shard %d: %s", slot, error)
-                    await process.kill()
-                    continue
-                failures = 0
-                break
+                await asyncio.wait_for(asyncio.shield(process.described), _START_SECONDS)
+                return process
+            except TimeoutError:
+                log.warning("shard %d: its process has not served within %g s, and is killed", slot, _START_SECONDS)
+            except (EnvironmentsError, OSError, subprocess.SubprocessError) as error:
+                log.warning("shard %d: %s", slot, error)
+            failures += 1
+            if process is not None:
+                await process.kill()
 
     async def _watch(self) -> None:
         """Ping the processes, and end those that do not answer."""

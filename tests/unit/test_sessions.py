@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from runner.sessions import shards as shards_module
 from runner.sessions import step_spans
 from runner.sessions.frames import Frame, FrameEvents, FrameKind, FrameReader
 from runner.sessions.instance import SessionInstance, SessionOpening
 from runner.sessions.messages import SessionError
 from runner.sessions.metrics import SessionMetrics, SessionsNow
 from runner.sessions.sessions import EnvironmentSession, SessionTable
-from runner.sessions.shard import EnvironmentDescription, call_here, description_of
-from runner.sessions.shards import ShardCommand, ShardProcess, Shards
+from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, ToolAction, rendered
@@ -288,69 +283,6 @@ def table(shard: FakeShard, capacity: int = 2) -> tuple[SessionTable, Clock]:
     clock = Clock()
     settings = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=100, operation_seconds=5)
     return SessionTable(shard, capacity, settings, clock), clock  # pyright: ignore[reportArgumentType]
-
-
-class FakeProcess(ShardProcess):
-    """A process whose environments are created at once, and which ends when it is told to."""
-
-    @classmethod
-    async def start(cls, command: ShardCommand) -> FakeProcess:
-        process = cls()
-        process.described.set_result(EnvironmentDescription(name="", description="", action={}, observation={}, state={}))
-        return process
-
-    @property
-    def pid(self) -> int:
-        return 0
-
-    def send(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.OPEN:
-            self.users[frame.session].receive(Frame(FrameKind.OPEN, frame.session))
-
-    async def stop(self) -> None:
-        pass
-
-    kill = stop
-
-
-@given(st.integers(1, 4), st.lists(st.sampled_from(["open", "open", "open", "close", "crash"]), max_size=40), st.randoms())
-@settings(deadline=None)
-def test_sessions_are_spread_in_equal_shares_and_a_crash_costs_its_own_alone(shards: int, events: list[str], chance: Random) -> None:
-    async def scenario() -> None:
-        processes = Shards(ShardCommand("", Path(), {}), shards, 1.0)
-        times = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=10_000, operation_seconds=5)
-        sessions = SessionTable(processes, 1000, times)
-        await processes.start()
-        alive: list[EnvironmentSession] = []
-        shares: Counter[ShardProcess] = Counter()
-        try:
-            for event in events:
-                if event == "open":
-                    session = await sessions.open(None, SessionOpening())
-                    assert all(shares[session.shard] <= shares[process] for process in processes.serving_processes)
-                    shares[session.shard] += 1
-                    alive.append(session)
-                elif event == "close" and alive:
-                    session = alive.pop(chance.randrange(len(alive)))
-                    shares[session.shard] -= 1
-                    sessions.end(session, "closed")
-                elif event == "crash":
-                    crashed = chance.choice(processes.serving_processes)
-                    crashed.connection_lost(None)
-                    assert [session for session in alive if session.over] == [session for session in alive if session.shard is crashed]
-                    alive = [session for session in alive if session.shard is not crashed]
-                    assert (len(sessions), processes.serving) == (len(alive), shards - 1)
-                    await asyncio.sleep(1)  # by then another one is started
-                    assert processes.serving == shards
-            if not {"close", "crash"} & set(events):
-                held = [shares[process] for process in processes.serving_processes]
-                assert max(held) - min(held) <= 1
-        finally:
-            await processes.stop()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards_module, "ShardProcess", FakeProcess)
-        run_in_virtual_time(scenario())
 
 
 def ignored(error: SessionError) -> None:

@@ -1,0 +1,154 @@
+"""Processes of sessions as the server sees them: the sessions that they get, their crashes, and starts that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runner.sessions import shards as shards_module
+from runner.sessions.frames import Frame, FrameKind
+from runner.sessions.instance import SessionOpening
+from runner.sessions.sessions import EnvironmentSession, SessionTable
+from runner.sessions.shard import EnvironmentDescription
+from runner.sessions.shards import ShardCommand, ShardProcess, Shards
+from spangrad.errors import EnvironmentsError
+from spangrad.settings import EnvironmentServiceSettings
+from tests.support.virtual_time import run_in_virtual_time
+
+
+class FakeProcess(ShardProcess):
+    """A process whose environments are created at once, and which ends when it is told to."""
+
+    @classmethod
+    async def start(cls, command: ShardCommand) -> FakeProcess:
+        process = cls()
+        process.serve()
+        return process
+
+    def serve(self) -> None:
+        self.described.set_result(EnvironmentDescription(name="", description="", action={}, observation={}, state={}))
+
+    @property
+    def pid(self) -> int:
+        return 0
+
+    def send(self, frame: Frame) -> None:
+        if frame.kind is FrameKind.OPEN:
+            self.users[frame.session].receive(Frame(FrameKind.OPEN, frame.session))
+
+    async def stop(self) -> None:
+        pass
+
+    kill = stop
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["open", "open", "open", "close", "crash"]), max_size=40), st.randoms())
+@settings(deadline=None)
+def test_sessions_are_spread_in_equal_shares_and_a_crash_costs_its_own_alone(shards: int, events: list[str], chance: Random) -> None:
+    async def scenario() -> None:
+        processes = Shards(ShardCommand("", Path(), {}), shards, 1.0)
+        times = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=10_000, operation_seconds=5)
+        sessions = SessionTable(processes, 1000, times)
+        await processes.start()
+        alive: list[EnvironmentSession] = []
+        shares: Counter[ShardProcess] = Counter()
+        try:
+            for event in events:
+                if event == "open":
+                    session = await sessions.open(None, SessionOpening())
+                    assert all(shares[session.shard] <= shares[process] for process in processes.serving_processes)
+                    shares[session.shard] += 1
+                    alive.append(session)
+                elif event == "close" and alive:
+                    session = alive.pop(chance.randrange(len(alive)))
+                    shares[session.shard] -= 1
+                    sessions.end(session, "closed")
+                elif event == "crash":
+                    crashed = chance.choice(processes.serving_processes)
+                    crashed.connection_lost(None)
+                    assert [session for session in alive if session.over] == [session for session in alive if session.shard is crashed]
+                    alive = [session for session in alive if session.shard is not crashed]
+                    assert (len(sessions), processes.serving) == (len(alive), shards - 1)
+                    await asyncio.sleep(1)  # by then another one is started
+                    assert processes.serving == shards
+            if not {"close", "crash"} & set(events):
+                held = [shares[process] for process in processes.serving_processes]
+                assert max(held) - min(held) <= 1
+        finally:
+            await processes.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards_module, "ShardProcess", FakeProcess)
+        run_in_virtual_time(scenario())
+
+
+class FailingStarts(FakeProcess):
+    """A process that serves at first, and then again after several starts that fail, each in its own way."""
+
+    failures: list[BaseException | str]
+    killed: list[str]
+    way = ""
+
+    @classmethod
+    async def start(cls, command: ShardCommand) -> FailingStarts:
+        failure = cls.failures.pop(0) if cls.failures else "none"
+        if isinstance(failure, BaseException) and not isinstance(failure, EnvironmentsError):
+            raise failure
+        process = cls()
+        process.way = str(failure)
+        if isinstance(failure, EnvironmentsError):
+            process.described.set_exception(failure)
+        elif failure == "none":
+            process.serve()
+        return process
+
+    async def kill(self) -> None:
+        self.killed.append(self.way)
+
+
+def test_shard_starts_that_fail_are_repeated_until_sessions_open(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    unprepared, broken = subprocess.SubprocessError("preexec_fn"), EnvironmentsError("no environment")
+    FailingStarts.failures = ["none", OSError(11, "no more processes"), unprepared, "hangs", broken]
+    FailingStarts.killed = []
+
+    async def scenario() -> None:
+        shards = Shards(ShardCommand("", Path(), {}), 1, 1.0)
+        sessions = SessionTable(shards, 10, EnvironmentServiceSettings())
+        await shards.start()
+        try:
+            shards.serving_processes[0].connection_lost(None)
+            await asyncio.sleep(sum(shards_module._RETRY_SECONDS) + shards_module._RETRY_SECONDS[-1] + shards_module._START_SECONDS + 1)
+            assert (await sessions.open(None, SessionOpening())).shard.serves
+            assert shards.restarts == 1
+        finally:
+            await shards.stop()
+
+    monkeypatch.setattr(shards_module, "ShardProcess", FailingStarts)
+    run_in_virtual_time(scenario())
+    assert FailingStarts.killed == ["none", "hangs", "no environment"]
+    for reason in ("no more processes", "preexec_fn", "not served within 300 s", "no environment"):
+        assert reason in caplog.text
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_shard_start_that_fails_leaves_no_socket_open() -> None:
+    class Exhausted(ShardCommand):
+        def start(self, requests: socket.socket, responses: socket.socket) -> subprocess.Popen[bytes]:
+            raise OSError(11, "no more processes")
+
+    before = descriptors()
+    with pytest.raises(OSError, match="no more processes") as raised:
+        await ShardProcess.start(Exhausted("", Path(), {}))
+    assert raised.tb is not None  # the sockets are in its frames: nothing else has closed them
+    assert descriptors() == before
