@@ -12,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
+from span_processors.export import LosslessSpanProcessor
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
+
 _FLUSH_MILLISECONDS = 10_000
 _GATHER_SECONDS = 0.01
 """Time for which a flush waits for further attempts to end, in seconds."""
@@ -27,7 +30,7 @@ class Flusher:
         self._next: asyncio.Task[bool] | None = None
 
     async def flush(self) -> bool:
-        """Send all spans that have ended; False when that exceeds the time limit."""
+        """Send all spans that have ended; False when that exceeds the time limit, or a processor raises and ours is not there."""
         if self._next is None:
             self._next = asyncio.create_task(self._flush())
         return await asyncio.shield(self._next)
@@ -39,7 +42,19 @@ class Flusher:
             provider = trace.get_tracer_provider()
             if not isinstance(provider, TracerProvider):
                 return True
-            if await asyncio.get_running_loop().run_in_executor(self._thread, provider.force_flush, _FLUSH_MILLISECONDS):
+            if await asyncio.get_running_loop().run_in_executor(self._thread, _force_flush, provider):
                 return True
-            print(f"spangrad: spans are not taken for {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
+            print(f"spangrad: not all spans were sent in {_FLUSH_MILLISECONDS / 1000:g} s; going on, they stay queued", file=sys.stderr)
             return False
+
+
+def _force_flush(provider: TracerProvider) -> bool:
+    """Flush all span processors of a provider; where another's raises, flush ours alone, which may stand behind it."""
+    try:
+        with plain_exceptions():
+            return provider.force_flush(_FLUSH_MILLISECONDS)
+    except USER_ERRORS as error:
+        print(f"spangrad: a span processor fails in force_flush: {type(error).__name__}: {error}", file=sys.stderr)
+    processors = provider._active_span_processor._span_processors  # pyright: ignore[reportPrivateUsage]  # nothing else lists them
+    ours = [processor for processor in processors if isinstance(processor, LosslessSpanProcessor)]
+    return bool(ours) and all(processor.force_flush(_FLUSH_MILLISECONDS) for processor in ours)

@@ -98,6 +98,8 @@ class Host:
         async def attempt(job: Mapping[str, Any]) -> None:
             try:
                 answer((await self._attempt(job)).message())
+            except Exception as error:  # of the host itself: without an answer the attempt would wait out its limits
+                answer(raised(job["id"], AttemptFailure.CRASH, error).message())
             finally:
                 running.pop(job["id"], None)
                 self._cancelled.discard(job["id"])
@@ -211,16 +213,12 @@ class Host:
             reward = rewards_from(value)
         except ValueError as error:
             # The policy is responsible for its agent's value, not for the evaluator's.
-            return AttemptReply(
-                name, failure=AttemptFailure.INVALID_OUTPUT if no_evaluator else AttemptFailure.EVALUATION, detail=str(error)
-            )
-        if reward is None and no_evaluator and note.rewarded:
-            return AttemptReply(name, {})
-        if reward is None:
-            return AttemptReply(
-                name, failure=AttemptFailure.NO_REWARD, detail=f"the {'agent' if no_evaluator else 'evaluator'} gave no reward"
-            )
-        return AttemptReply(name, reward)
+            failure = AttemptFailure.INVALID_OUTPUT if no_evaluator else AttemptFailure.EVALUATION
+            return AttemptReply(name, failure=failure, detail=str(error))
+        if reward is None and not (no_evaluator and note.rewarded):
+            detail = f"the {'agent' if no_evaluator else 'evaluator'} gave no reward"
+            return AttemptReply(name, failure=AttemptFailure.NO_REWARD, detail=detail)
+        return AttemptReply(name, {} if reward is None else reward)
 
     def _keywords(self, offered: Mapping[str, object], role: str) -> dict[str, object]:
         """Return the keyword arguments of a function: those that it has parameters for."""

@@ -7,9 +7,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
+from span_processors.export import LosslessSpanProcessor
 from spangrad.agent import flushing
+from tests.support.otlp import OtlpSink
 
 
 class CountingProvider(TracerProvider):
@@ -20,6 +22,16 @@ class CountingProvider(TracerProvider):
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         self.flushes += 1
         return True
+
+
+class FailingProcessor(SpanProcessor):
+    """Span processor of a user, whose every flush raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        raise self._error
 
 
 @pytest.fixture
@@ -59,3 +71,20 @@ async def test_flusher_flush_does_not_wait_for_threads_of_agents(provider: Count
         tool_ends.set()
     assert await tool
     assert provider.flushes == 1
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by a user"), SystemExit(3), StopIteration("by a user")])
+async def test_flusher_processor_that_raises_leaves_spans_sent(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provider = TracerProvider()
+    monkeypatch.setattr("spangrad.agent.flushing.trace.get_tracer_provider", lambda: provider)
+    provider.add_span_processor(FailingProcessor(error))
+    assert not await asyncio.wait_for(flushing.Flusher().flush(), 5)
+    with OtlpSink() as sink:
+        provider.add_span_processor(ours := LosslessSpanProcessor(f"{sink.url}/v1/traces", delay_seconds=60))
+        provider.get_tracer("agent").start_span("last").end()
+        assert await asyncio.wait_for(flushing.Flusher().flush(), 5)
+        assert [span.name for span in sink.spans] == ["last"]
+        ours.shutdown()
+    assert f"a span processor fails in force_flush: {type(error).__name__}: {error}\n" in capsys.readouterr().err

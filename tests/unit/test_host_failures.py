@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from spangrad.agent.attempt_answer import Stages
+from spangrad.agent.flushing import Flusher
 from spangrad.agent.host import Host
 from spangrad.episode.environment import StepResult
 
@@ -174,3 +175,12 @@ async def test_host_attempt_keeps_result_where_close_raises(close: Callable[[obj
 
     answer = await answer_of(Stages(works, initialiser=initialise))
     assert (answer["reward"], answer["failure"], answer["stuck"]) == (1.0, None, False)
+
+
+async def test_host_error_of_its_own_is_answered_as_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(flusher: Flusher) -> bool:
+        raise OSError("no thread for a flush")
+
+    monkeypatch.setattr(Flusher, "flush", fails)
+    answer = await answer_of(Stages(works))
+    assert (answer["failure"], answer["detail"], answer["stuck"]) == ("crash", "OSError: no thread for a flush", False)
