@@ -140,17 +140,18 @@ class Host:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
         environment = LocalEnvironment(self._stages.initialiser, self._pool)
         environment.value = job.get("environment")
-        closed = True
+        closed = False  # a cancellation may come while it is closed
         try:
             try:
                 ended = await self._run_stages(name, job, environment, note)
                 self._send({"id": name, "stage": END_STAGE})
             finally:
                 closed = await environment.close()
-                self._left_open |= not closed
         except asyncio.CancelledError as cancelled:
             stuck = not closed or isinstance(cancelled, _StuckError)
             return AttemptReply(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=stuck)
+        finally:
+            self._left_open |= not closed
         if name in self._cancelled:  # the agent has turned the cancellation into something else
             return AttemptReply(name, failure=AttemptFailure.TIMEOUT, detail="cancelled", stuck=not closed)
         try:

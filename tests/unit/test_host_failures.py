@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from spangrad.agent.attempt_answer import Stages
 from spangrad.agent.flushing import Flusher
 from spangrad.agent.host import Host
 from spangrad.episode.environment import StepResult
+from tests.support.runners import is_true, until
 
 OWN_TASK = "RuntimeError: cancelled by the user's code itself, in a task of its own"
 
@@ -184,3 +186,28 @@ async def test_host_error_of_its_own_is_answered_as_crash(monkeypatch: pytest.Mo
     monkeypatch.setattr(Flusher, "flush", fails)
     answer = await answer_of(Stages(works))
     assert (answer["failure"], answer["detail"], answer["stuck"]) == ("crash", "OSError: no thread for a flush", False)
+
+
+async def test_host_cancel_while_an_environment_closes_is_stuck() -> None:
+    closing, released = threading.Event(), threading.Event()
+
+    def close(_: object) -> None:
+        closing.set()
+        released.wait(10)
+
+    def initialise(given: object) -> Closes:
+        return Closes(close)
+
+    jobs, messages = asyncio.StreamReader(), list[Mapping[str, Any]]()
+    serving = asyncio.create_task(Host(Stages(works, initialiser=initialise)).serve(jobs, messages.append))
+    try:
+        jobs.feed_data(b'{"id": "a", "input": null}\n')
+        await until(lambda: is_true(messages))
+        jobs.feed_data(b'{"go": "a"}\n')
+        assert await asyncio.to_thread(closing.wait, 10)
+        jobs.feed_data(b'{"cancel": "a"}\n')
+        jobs.feed_eof()
+        assert not await asyncio.wait_for(serving, 3)  # its thread is left, so the process cannot end by itself
+    finally:
+        released.set()
+    assert (messages[-1]["failure"], messages[-1]["stuck"]) == ("timeout", True)
