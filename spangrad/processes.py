@@ -9,6 +9,7 @@ import ctypes
 import fcntl
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -159,6 +160,29 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != _forking_pid:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+_inherited_files: int | None = None
+"""Limit of open files that this process had at its start. None: it still has it."""
+
+
+def raise_files_limit() -> None:
+    """Raise this process's limit of open files to the largest that it may have: each attempt and each of its connections takes some."""
+    global _inherited_files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        _inherited_files = soft
+
+
+def begin_agent() -> None:
+    """Die with the parent, and open no more files than it could at its start; runs in a child, before exec.
+
+    Programs that call select() fail with descriptors above 1023, so only a process that knows of it may have a higher limit.
+    """
+    die_with_parent()
+    if _inherited_files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_inherited_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 MARK = "SPANGRAD_HOST"

@@ -17,6 +17,7 @@ from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
 from spangrad.errors import AgentError
 from spangrad.http.readiness import await_services, needs_of_rollouts
+from spangrad.processes import raise_files_limit
 from spangrad.types import Mode, Task
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def run(
     """
     settings = resolve(config, set_, {"runner.group_size": group_size, "runner.run_id": run_id})
     log_to_stderr()
+    raise_files_limit()
     if resume != (tasks is None):
         raise AgentError(
             "give --tasks FILE, or --resume: what a process that was killed has left is finished before anything new is begun."

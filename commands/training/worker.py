@@ -11,6 +11,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.training.agents import ProgramArguments, agents_of, command_of, on_signals
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
+from spangrad.processes import raise_files_limit
 
 if TYPE_CHECKING:
     from runner.workers.agents import AgentsBySource, AgentSpec
@@ -58,6 +59,7 @@ def worker(
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "queue.url": queue_url})
     log_to_stderr()
+    raise_files_limit()
     command = command_of(program, arguments)
     agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)

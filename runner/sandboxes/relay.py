@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import fcntl
 import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 _logger = logging.getLogger(__name__)
 _MOST_PORTS = 16
 _CREDENTIALS = struct.Struct("3i")
 _CHUNK_BYTES = 2**16
+_RETRY_SECONDS = 0.2
+"""Pause before the next try to accept a connection, in seconds, when the system refused one."""
+_REMEDY = "Raise the limit of open files (ulimit -Hn), or lower runner.concurrency."
 FIRST_DESCRIPTOR = 10
 """Smallest number of the descriptor that sandboxes inherit: shells use the smaller ones."""
 
@@ -68,13 +73,17 @@ class ServiceRelay:
             elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 pid = _CREDENTIALS.unpack(payload)[0]
         listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        targets = [self._services.get(int(port)) for port in data.decode().split(",")]
         try:
+            if len(listeners) != len(targets):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             lifetime = os.pidfd_open(pid)
-        except OSError:  # it has ended
+        except OSError as error:
+            if error.errno != errno.ESRCH:  # otherwise it has ended
+                _logger.warning("process %d of a sandbox reaches no services: %s. %s", pid, error.strerror, _REMEDY)
             for listener in listeners:
                 listener.close()
             return
-        targets = [self._services.get(int(port)) for port in data.decode().split(",")]
         task = asyncio.create_task(self._serve(list(zip(listeners, targets, strict=True)), lifetime))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -89,7 +98,7 @@ class ServiceRelay:
             for listener, target in listeners:
                 if target is not None:
                     listener.setblocking(False)
-                    accepting.append(asyncio.create_task(_accept(listener, target)))
+                    accepting.append(asyncio.create_task(accept_all(listener, partial(_pass_on, target=target))))
             await ended.wait()
         finally:
             loop.remove_reader(lifetime)
@@ -101,20 +110,33 @@ class ServiceRelay:
                 listener.close()
 
 
-async def _accept(listener: socket.socket, target: tuple[str, int]) -> None:
-    """Accept connections, each with a task that passes its bytes on; cancelling ends them all."""
+async def accept_all(listener: socket.socket, serve: Callable[[socket.socket], Coroutine[Any, Any, None]]) -> None:
+    """Accept connections until the listener is closed, each with a task of `serve`; cancelling ends them all.
+
+    Connections that the system refuses for now, such as for want of descriptors, wait in the listener until it takes them.
+    """
     loop = asyncio.get_running_loop()
-    passing: set[asyncio.Task[None]] = set()
+    serving: set[asyncio.Task[None]] = set()
+    refused = False
     try:
         while True:
-            connection, _ = await loop.sock_accept(listener)
-            task = asyncio.create_task(_pass_on(connection, target))
-            passing.add(task)
-            task.add_done_callback(passing.discard)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                if listener.fileno() < 0:
+                    return
+                if not refused:
+                    _logger.warning("connections of a sandbox wait, since none can be accepted: %s. %s", error.strerror, _REMEDY)
+                refused = True
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            task = asyncio.create_task(serve(connection))
+            serving.add(task)
+            task.add_done_callback(serving.discard)
     finally:
-        for task in passing:
+        for task in serving:
             task.cancel()
-        await asyncio.gather(*passing, return_exceptions=True)
+        await asyncio.gather(*serving, return_exceptions=True)
 
 
 async def pass_bytes(first: socket.socket, second: socket.socket) -> None:

@@ -7,6 +7,7 @@ when the block is left, or this process dies, nothing of the sandbox is left.
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import itertools
 import os
@@ -14,6 +15,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Literal
 
 from runner.sandboxes import supervisor
@@ -21,7 +23,7 @@ from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
-from runner.sandboxes.relay import FIRST_DESCRIPTOR, pass_bytes
+from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.processes import die_with_parent, kill_group
@@ -85,15 +87,17 @@ class Sandbox:
 
     def _receive(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._control, supervisor.MESSAGE_BYTES, 8)
+            data, descriptors, flags, _ = socket.recv_fds(self._control, supervisor.MESSAGE_BYTES, 8)
         except BlockingIOError:
             return
         except OSError:
-            data, descriptors = b"", []
+            data, descriptors, flags = b"", [], 0
         if not data:
             self._fail()
             return
         kind, *fields = (field.decode(errors="surrogateescape") for field in data.split(supervisor.SEPARATOR))
+        if flags & socket.MSG_CTRUNC:  # this process can open nothing more
+            fields = ["error", str(errno.EMFILE), os.strerror(errno.EMFILE)]
         if kind == "ended":
             process, code = map(int, fields)
             self.expect_end(process).set_result(code)
@@ -281,12 +285,8 @@ class Sandbox:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def _serve_port(self, listener: socket.socket, port: int) -> None:
-        loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as group:
-            with listener:
-                while True:
-                    connection, _ = await loop.sock_accept(listener)
-                    group.create_task(self._connect(connection, port))
+        with listener:
+            await accept_all(listener, partial(self._connect, port=port))
 
     async def _connect(self, connection: socket.socket, port: int) -> None:
         with connection:

@@ -22,7 +22,7 @@ from runner.workers.slots import Slots
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
-from spangrad.processes import MARK, die_with_parent, kill_group, kill_marked
+from spangrad.processes import MARK, begin_agent, kill_group, kill_marked
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
 
@@ -117,7 +117,7 @@ class AgentHost:
                     stderr=err,
                     env={**environment, MARK: mark},
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=begin_agent,
                     pass_fds=sandbox.descriptors if sandbox else (),
                 )
         except OSError as error:

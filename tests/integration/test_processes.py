@@ -204,3 +204,17 @@ def test_child_of_thread_has_no_handler_of_sigterm_before_exec() -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert codes == [-signal.SIGTERM]
+
+
+def test_raise_files_limit_is_not_inherited_by_agents() -> None:
+    code = """
+import resource, subprocess, sys
+from spangrad.processes import begin_agent, raise_files_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+for _ in range(2):
+    raise_files_limit()
+print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+show = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"]
+subprocess.run(show, preexec_fn=begin_agent, check=True)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n(100, 200)\n"

@@ -1,0 +1,86 @@
+"""Connections of sandboxes while this process can open no more files: they wait, and are served later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from runner.sandboxes.relay import ServiceRelay, accept_all
+from tests.support.runners import is_true, until
+
+_FILES = 256
+
+
+@contextmanager
+def no_descriptors() -> Generator[None]:
+    """Let this process open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILES, soft), hard))
+    taken: list[int] = []
+    try:
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+async def answer(connection: socket.socket) -> None:
+    with connection:
+        await asyncio.get_running_loop().sock_sendall(connection, b"served")
+
+
+async def test_accept_all_without_descriptors_serves_connections_later(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as waiting, socket.socket() as later:
+        for each in (listener, waiting, later):
+            each.setblocking(False)
+        accepting = asyncio.create_task(accept_all(listener, answer))
+        with no_descriptors():
+            await loop.sock_connect(waiting, listener.getsockname())
+            await until(lambda: is_true(caplog.records))
+            await asyncio.sleep(0.5)
+        await loop.sock_connect(later, listener.getsockname())
+        for connection in (waiting, later):
+            assert await asyncio.wait_for(loop.sock_recv(connection, 100), 10) == b"served"
+        (record,) = caplog.records
+        assert (record.levelno, accepting.done()) == (logging.WARNING, False)
+        assert "Too many open files. Raise the limit of open files" in record.getMessage()
+        accepting.cancel()
+        await asyncio.gather(accepting, return_exceptions=True)
+
+
+async def test_accept_all_of_a_closed_listener_ends() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.close()
+    await asyncio.wait_for(accept_all(listener, answer), 5)
+
+
+async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytest.LogCaptureFixture) -> None:
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
+    async with ServiceRelay({1: ("127.0.0.1", 1), 2: ("127.0.0.1", 1)}) as relay:
+        with socket.socket(fileno=os.dup(relay.descriptor)) as sandbox, socket.create_server(("127.0.0.1", 0)) as listener:
+            before = open_files()
+            socket.send_fds(sandbox, [b"1,2"], [listener.fileno()])
+            await until(lambda: is_true(caplog.records))
+            assert open_files() == before
+    assert f"process {os.getpid()} of a sandbox reaches no services: Too many open files." in caplog.text
+    assert failures == []
