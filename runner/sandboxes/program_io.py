@@ -1,15 +1,59 @@
-"""Inputs and outputs of programs in sandboxes: pipes that are fed and read without blocking, up to a limit."""
+"""Programs in sandboxes, as the process outside has them: their pipes are fed and read without blocking, up to a limit."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from spangrad.errors import SandboxRequestError
+
+if TYPE_CHECKING:
+    from runner.sandboxes.sandbox import Sandbox
 
 _CHUNK_BYTES = 2**16
 MOST_BYTES = 2**20
 """Bytes of an output that are kept unless told otherwise."""
+_END_SECONDS = 5.0
+"""Longest wait for the end of a program that was killed, in seconds."""
+
+
+class SandboxProcess:
+    """A program that runs in a sandbox, with pipes."""
+
+    def __init__(self, sandbox: Sandbox, pid: int, ended: asyncio.Future[int], stdin: int, stdout: int, stderr: int) -> None:
+        """`pid` is its process inside; the last three are this process's ends of its pipes, which `close` closes."""
+        self._sandbox = sandbox
+        self._pid = pid
+        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
+        self.ended = ended
+        """Done with the exit code when the program has ended."""
+
+    async def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the program and to what it has started in its session."""
+        await self._sandbox.ask("kill", self._pid, int(number))
+
+    async def end(self) -> None:
+        """Kill the program, and wait a bounded time for its end."""
+        try:
+            await self.kill()
+            await asyncio.wait([self.ended], timeout=_END_SECONDS)
+        except SandboxRequestError:
+            pass  # the sandbox has ended, and the program with it
+
+    def close_stdin(self) -> None:
+        """Close its input; idempotent."""
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self.close_stdin()
+        os.close(self.stdout)
+        os.close(self.stderr)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import errno
 import fcntl
 import itertools
 import os
-import signal
 import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
-from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, feed, read_all
+from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProcess, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
@@ -37,35 +36,6 @@ _OF_PLACES = ("open", "write", "connect")
 """Requests whose first argument is the path or port that an error names."""
 
 
-class SandboxProcess:
-    """A program that runs in a sandbox, with pipes."""
-
-    def __init__(self, sandbox: Sandbox, pid: int, stdin: int, stdout: int, stderr: int) -> None:
-        """`pid` is its process inside; the others are this process's ends of its pipes, which `close` closes."""
-        self._sandbox = sandbox
-        self._pid = pid
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self.ended = sandbox.expect_end(pid)
-        """Done with the exit code when the program has ended."""
-
-    async def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to the program and to what it has started in its session."""
-        await self._sandbox.ask("kill", self._pid, int(number))
-
-    def close_stdin(self) -> None:
-        """Close its input; idempotent."""
-        if self.stdin >= 0:
-            os.close(self.stdin)
-            self.stdin = -1
-
-    def close(self) -> None:
-        """Close the pipes, and forget the program."""
-        self._sandbox.forget_end(self._pid)
-        self.close_stdin()
-        os.close(self.stdout)
-        os.close(self.stderr)
-
-
 class Sandbox:
     """A running sandbox; `open_sandbox` starts it."""
 
@@ -78,8 +48,10 @@ class Sandbox:
         self.process = process
         self._control = control
         self._ids = itertools.count()
-        self._answers: dict[int, asyncio.Future[tuple[list[str], list[int]]]] = {}
+        self._answers: dict[int, tuple[asyncio.Future[tuple[list[str], list[int]]], asyncio.Future[int] | None]] = {}
+        """Answers that are waited for, by number of the request; with the exit code of the program that it starts, if it does."""
         self._ends: dict[int, asyncio.Future[int]] = {}
+        """Exit codes of programs that run, by process."""
         self._servers: list[asyncio.Task[None]] = []
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the supervisor answers; failed if the sandbox ended before."""
@@ -100,48 +72,54 @@ class Sandbox:
             fields = ["error", str(errno.EMFILE), os.strerror(errno.EMFILE)]
         if kind == "ended":
             process, code = map(int, fields)
-            self.expect_end(process).set_result(code)
+            if (ended := self._ends.pop(process, None)) is not None and not ended.done():
+                ended.set_result(code)
         elif kind == "ready":
             (self.home,) = fields
             self.ready.set_result(None)
-        elif (answer := self._answers.pop(int(kind), None)) is not None and not answer.done():
-            answer.set_result((fields, descriptors))
         else:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            answer, ended = self._answers.pop(int(kind), (None, None))
+            if answer is None or answer.done():
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return
+            if ended is not None and fields[0] == "ok":  # here, since its end may be the next message
+                self._ends[int(fields[1])] = ended
+            answer.set_result((fields, descriptors))
 
     def _fail(self) -> None:
         """Answer all that wait: the sandbox has ended."""
         asyncio.get_running_loop().remove_reader(self._control)
         error = SandboxRequestError("the sandbox has ended: its supervisor was killed, or the sandbox was stopped. Start another one.")
-        for waiting in (self.ready, *self._answers.values(), *self._ends.values()):
+        for waiting in (self.ready, *(answer for answer, _ in self._answers.values()), *self._ends.values()):
             if not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # it may be that no caller waits
         self._answers.clear()
+        self._ends.clear()
 
-    def expect_end(self, pid: int) -> asyncio.Future[int]:
-        """Return a future of a program's exit code."""
-        return self._ends.setdefault(pid, asyncio.get_running_loop().create_future())
-
-    def forget_end(self, pid: int) -> None:
-        """Drop the exit code of a program: another one may get its process id."""
-        self._ends.pop(pid, None)
-
-    async def ask(self, do: str, *arguments: object, descriptors: Sequence[int] = ()) -> tuple[str, list[int]]:
+    async def ask(
+        self, do: str, *arguments: object, descriptors: Sequence[int] = (), ended: asyncio.Future[int] | None = None
+    ) -> tuple[str, list[int]]:
         """Send a request to the supervisor, and return the value of its answer with the descriptors that it opened.
+
+        Args:
+            do: kind of the request.
+            arguments: its fields.
+            descriptors: descriptors that it needs.
+            ended: future that gets the exit code of the program that it starts. None: it starts none.
 
         Raises:
             SandboxRequestError: the sandbox has ended, the request cannot be sent, or it failed inside.
         """
         number = next(self._ids)
         request = _message(number, do, arguments)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             socket.send_fds(self._control, [request], descriptors)
         except OSError as error:
-            self._answers.pop(number, None)
             raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
+        answer: asyncio.Future[tuple[list[str], list[int]]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer, ended
         (state, value, *reason), opened = await answer
         if state == "error":
             place = arguments[0] if do in _OF_PLACES else "program"
@@ -156,8 +134,8 @@ class Sandbox:
         environment: Mapping[str, str] | None = None,
         directory: str | None = None,
         terminal: bool = False,
-    ) -> int:
-        """Start a program with these descriptors as its first ones, and return its process inside.
+    ) -> tuple[int, asyncio.Future[int]]:
+        """Start a program with these descriptors as its first ones; return its process inside, and the future of its exit code.
 
         Args:
             command: program and arguments, looked up inside.
@@ -171,8 +149,9 @@ class Sandbox:
         """
         variables = [f"{name}={value}" for name, value in (environment or {}).items()]
         arguments = ["terminal" if terminal else "", directory or "", len(command), *command, *variables]
-        process, _ = await self.ask("start", *arguments, descriptors=descriptors)
-        return int(process)
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        process, _ = await self.ask("start", *arguments, descriptors=descriptors, ended=ended)
+        return int(process), ended
 
     async def open_process(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, directory: str | None = None
@@ -191,7 +170,8 @@ class Sandbox:
         outer_out, inner_out = os.pipe()
         outer_err, inner_err = os.pipe()
         try:
-            process = await self.start_program(command, [inner_in, inner_out, inner_err], environment=environment, directory=directory)
+            inner = [inner_in, inner_out, inner_err]
+            process, ended = await self.start_program(command, inner, environment=environment, directory=directory)
         except BaseException:
             for descriptor in (outer_in, outer_out, outer_err):
                 os.close(descriptor)
@@ -199,7 +179,7 @@ class Sandbox:
         finally:
             for descriptor in (inner_in, inner_out, inner_err):
                 os.close(descriptor)
-        return SandboxProcess(self, process, outer_in, outer_out, outer_err)
+        return SandboxProcess(self, process, ended, outer_in, outer_out, outer_err)
 
     async def run(
         self,
@@ -236,10 +216,10 @@ class Sandbox:
             except TimeoutError:
                 timed_out = True
                 await process.kill()
-            code = await process.ended
+            code = await asyncio.shield(process.ended)
             await asyncio.wait(outputs, timeout=_DRAIN_SECONDS)
         except asyncio.CancelledError:
-            await process.kill()
+            await process.end()
             raise
         finally:
             for task in (feeding, *outputs):

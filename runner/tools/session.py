@@ -309,23 +309,21 @@ class ToolSession:
         for descriptor in (self._terminal, self._actions, self._statuses):
             os.set_blocking(descriptor, False)
         try:
-            self._pid = await self._sandbox.start_program(self._command, inner, environment=_ENVIRONMENT, terminal=True)
+            self._pid, self._ended = await self._sandbox.start_program(self._command, inner, environment=_ENVIRONMENT, terminal=True)
         except BaseException:
             self._close()
             raise
         finally:
             for descriptor in {*inner}:
                 os.close(descriptor)
-        self._ended = self._sandbox.expect_end(self._pid)
 
     async def _end(self) -> None:
         self._close()
         try:
             await self._sandbox.ask("kill", self._pid, int(signal.SIGKILL))
-            await self._ended
+            await asyncio.shield(self._ended)
         except SandboxRequestError:
             pass  # the sandbox has ended, and the program with it
-        self._sandbox.forget_end(self._pid)
 
     async def _restart(self) -> None:
         self._unread = None

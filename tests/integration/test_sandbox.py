@@ -16,6 +16,7 @@ from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
 from runner.sandboxes.sandbox import Sandbox, open_sandbox
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung
+from tests.support.runners import is_true, until
 
 LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
 
@@ -57,6 +58,24 @@ async def test_run_program_returns_its_outputs_and_exit_code(sandbox: Sandbox, d
 async def test_run_over_time_is_killed_with_its_session(sandbox: Sandbox) -> None:
     result = await sandbox.run(["sh", "-c", "echo before; sleep 600 & sleep 600"], timeout_seconds=0.5)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, -signal.SIGKILL, b"before\n")
+
+
+async def test_run_cancelled_ends_its_program_and_keeps_no_exit_code(sandbox: Sandbox) -> None:
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
+    for timeout_seconds in (None, 0.01):
+        running = asyncio.create_task(sandbox.run(["sleep", "9"], timeout_seconds=timeout_seconds))
+        await until(lambda: is_true(sandbox._ends))
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert sandbox._ends == {}
+    process = await sandbox.open_process(["sleep", "9"])
+    process.ended.cancel()  # as a cancelled task that waits for it does
+    await process.end()
+    process.close()
+    await until(lambda: is_true(not sandbox._ends))
+    assert failures == []
 
 
 async def test_run_long_output_is_cut_and_large_input_read(sandbox: Sandbox) -> None:
