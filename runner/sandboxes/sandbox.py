@@ -47,6 +47,9 @@ class Sandbox:
         """Private, writable directory inside; empty until `ready` is done."""
         self.process = process
         self._control = control
+        self._turn = asyncio.Lock()
+        """Turn to send: requests keep their order while the socket is full."""
+        self._has_room = asyncio.Event()
         self._ids = itertools.count()
         self._answers: dict[int, tuple[asyncio.Future[tuple[list[str], list[int]]], asyncio.Future[int] | None]] = {}
         """Answers that are waited for, by number of the request; with the exit code of the program that it starts, if it does."""
@@ -90,6 +93,7 @@ class Sandbox:
     def _fail(self) -> None:
         """Answer all that wait: the sandbox has ended."""
         asyncio.get_running_loop().remove_reader(self._control)
+        self._go_on_sending()
         error = SandboxRequestError("the sandbox has ended: its supervisor was killed, or the sandbox was stopped. Start another one.")
         for waiting in (self.ready, *(answer for answer, _ in self._answers.values()), *self._ends.values()):
             if not waiting.done():
@@ -103,11 +107,7 @@ class Sandbox:
     ) -> tuple[str, list[int]]:
         """Send a request to the supervisor, and return the value of its answer with the descriptors that it opened.
 
-        Args:
-            do: kind of the request.
-            arguments: its fields.
-            descriptors: descriptors that it needs.
-            ended: future that gets the exit code of the program that it starts. None: it starts none.
+        `descriptors` go with the request; `ended` gets the exit code of the program that it starts, if it starts one.
 
         Raises:
             SandboxRequestError: the sandbox has ended, the request cannot be sent, or it failed inside.
@@ -115,7 +115,7 @@ class Sandbox:
         number = next(self._ids)
         request = _message(number, do, arguments)
         try:
-            socket.send_fds(self._control, [request], descriptors)
+            await self._send(request, descriptors)
         except OSError as error:
             raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
         answer: asyncio.Future[tuple[list[str], list[int]]] = asyncio.get_running_loop().create_future()
@@ -125,6 +125,26 @@ class Sandbox:
             place = arguments[0] if do in _OF_PLACES else "program"
             raise SandboxRequestError(f"{do} in the sandbox: {reason[0]} ({place}).", int(value))
         return value, opened
+
+    async def _send(self, request: bytes, descriptors: Sequence[int]) -> None:
+        """Send a request as soon as the socket has room for it.
+
+        Raises:
+            OSError: the sandbox has ended.
+        """
+        async with self._turn:
+            while True:
+                try:
+                    socket.send_fds(self._control, [request], descriptors)
+                    return
+                except BlockingIOError:
+                    self._has_room.clear()
+                    asyncio.get_running_loop().add_writer(self._control, self._go_on_sending)
+                    await self._has_room.wait()
+
+    def _go_on_sending(self) -> None:
+        asyncio.get_running_loop().remove_writer(self._control)
+        self._has_room.set()
 
     async def start_program(
         self,

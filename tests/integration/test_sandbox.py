@@ -124,6 +124,16 @@ async def test_requests_that_cannot_be_sent_are_refused_and_the_sandbox_stays(sa
     assert (await sandbox.run(["printf", "%s", "\udcff"])).stdout == b"\xff"
 
 
+async def test_run_beyond_the_room_of_the_socket_waits_for_room(sandbox: Sandbox) -> None:
+    results = await asyncio.gather(*(sandbox.run(["true", "x" * 100_000]) for _ in range(6)))
+    assert [result.exit_code for result in results] == [0] * 6
+    waiting = [asyncio.create_task(sandbox.run(["true", "x" * 100_000])) for _ in range(6)]
+    await asyncio.sleep(0)
+    os.killpg(sandbox.process.pid, signal.SIGKILL)
+    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+    assert ["Start another one." in str(error) for error in errors] == [True] * 6
+
+
 async def test_open_process_pipes_carry_a_conversation(sandbox: Sandbox) -> None:
     process = await sandbox.open_process(["cat"])
     os.write(process.stdin, b"hello")
