@@ -6,19 +6,23 @@ Invariant: each job gets an answer even when its process dies (`crash`), and no 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
+import subprocess
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from runner.workers.agents import AgentSpec, ContainerAgent, host_command, initialises
+from runner.workers.attempt_files import HostLog
 from runner.workers.containers import remove_of_host
-from runner.workers.slots import Slots
+from runner.workers.slots import StageSlots
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
@@ -31,26 +35,18 @@ _DRAIN_SECONDS = 1.0
 """Time for which a dead host's answers are read, in seconds: a process that it left behind may hold their pipe open for ever."""
 _END_SECONDS = 12.0
 """Time that a host has to end, in seconds: its spans may wait 10 s for the store."""
-_TAIL_BYTES = 2000
 _LOAD_PAUSES = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Pauses before a host that was killed while it loaded is started again, in seconds; after the last one the pool gives up."""
+"""Pauses before a host that was killed while it loaded, or found no resources, is started again, in seconds; then the pool gives up."""
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM})
+"""Errors of a system that has too few descriptors, processes or memory for the moment."""
 _LOADED = ""
 """Key of a host's first message, which has no id."""
 
 _logger = logging.getLogger(__name__)
 
 
-class StageSlots:
-    """Slots by stage, of all hosts of a pool."""
-
-    def __init__(self, settings: RunnerSettings) -> None:
-        self.initialising = Slots(settings.initialisations)
-        self.running = Slots(settings.concurrency)
-        self.evaluating = Slots(settings.evaluations)
-
-
-class _KilledLoadingError(AgentError):
-    """A signal ended the process before the agent was loaded: a user or the kernel killed it. The next process may live."""
+class _PassingStartError(AgentError):
+    """A signal ended the process before the agent was loaded, or it found no resources to start. The next process may live."""
 
 
 class AgentHost:
@@ -62,7 +58,7 @@ class AgentHost:
         jobs: asyncio.WriteTransport,
         answers: asyncio.StreamReader,
         pipe: asyncio.ReadTransport,
-        log: _Log,
+        log: HostLog,
         mark: str,
         spec: AgentSpec,
     ) -> None:
@@ -96,41 +92,37 @@ class AgentHost:
         """Start a process, and wait until it has loaded the agent; `sandbox` confines its programs.
 
         Raises:
-            AgentError: the interpreter, the agent or the evaluator cannot be loaded.
+            AgentError: the process cannot be started, or the interpreter, the agent or the evaluator cannot be loaded.
         """
         command = [*host_command(spec), *(["--sandbox", sandbox.write()] if sandbox else [])]
         if settings.empty_reward is not None:
             command += ["--empty-reward", str(settings.empty_reward)]
         if settings.close_after_run:
             command += ["--close-after-run"]
-        log = _Log(log_file)
         mark = uuid.uuid4().hex
-        jobs_out, jobs_in = os.pipe()
-        answers_out, answers_in = os.pipe()
         try:
-            with log.open() as err:
+            with ExitStack() as own, ExitStack() as inherited:
+                log = HostLog(log_file)
                 # Own pipes: those of asyncio would hide the process's end for as long as a child of it holds them open.
+                jobs_out, jobs_in = _open_pipe(inherited, own)
+                answers_out, answers_in = _open_pipe(own, inherited)
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     stdin=jobs_out,
                     stdout=answers_in,
-                    stderr=err,
+                    stderr=inherited.enter_context(log.open()),
                     env={**environment, MARK: mark},
                     start_new_session=True,
                     preexec_fn=begin_agent,
                     pass_fds=sandbox.descriptors if sandbox else (),
                 )
-        except OSError as error:
-            os.close(jobs_in)
-            os.close(answers_out)
-            raise AgentError(f"the agent's interpreter {command[0]} cannot be started: {error.strerror}. Name another one.") from None
-        finally:
-            os.close(jobs_out)
-            os.close(answers_in)
+                own.pop_all()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise _start_error(error, command[0]) from None
         loop = asyncio.get_running_loop()
         answers = asyncio.StreamReader(limit=LINE_LIMIT_BYTES)
-        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb"))
-        jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(jobs_in, "wb"))
+        pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(answers), answers_out)
+        jobs, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, jobs_in)
         host = cls(process, jobs, answers, pipe, log, mark, spec)
         loaded = host.expect(_LOADED)
         try:
@@ -143,7 +135,7 @@ class AgentHost:
             raise
         if not message.get("ready"):
             await host.stop()
-            kind = AgentError if "error" in message or (process.returncode or 0) >= 0 else _KilledLoadingError
+            kind = AgentError if "error" in message or (process.returncode or 0) >= 0 else _PassingStartError
             raise kind(message.get("error") or f"the agent cannot be loaded: {message['detail']}")
         return host
 
@@ -170,17 +162,21 @@ class AgentHost:
         kill_group(self._process.pid)
         await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
         reading.cancel()
-        for leader in self._groups:
-            kill_group(leader)
-        await asyncio.to_thread(kill_marked, self._mark)
-        await asyncio.to_thread(remove_of_host, self._spec, self._mark)
-        self._pipe.close()
-        self._jobs.close()
-        detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
-        for answered in self._waiting.values():
-            if not answered.done():
-                answered.set_result({"reward": None, "failure": AttemptFailure.CRASH, "detail": detail})
-        self._waiting.clear()
+        try:
+            for leader in self._groups:
+                kill_group(leader)
+            await asyncio.to_thread(kill_marked, self._mark)
+            await asyncio.to_thread(remove_of_host, self._spec, self._mark)
+        except (OSError, RuntimeError) as error:  # there are no descriptors or threads: the jobs get their answers all the same
+            _logger.warning("what the agent's process %d has started may still run: %s", self._process.pid, error)
+        finally:
+            self._pipe.close()
+            self._jobs.close()
+            detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
+            for answered in self._waiting.values():
+                if not answered.done():
+                    answered.set_result({"reward": None, "failure": AttemptFailure.CRASH, "detail": detail})
+            self._waiting.clear()
 
     async def _read(self) -> None:
         # Half a line is what the host was writing when it died.
@@ -232,22 +228,20 @@ class AgentHost:
             await self.wait_ended()
 
 
-class _Log:
-    """Part of a log file that one process has written."""
+def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    """Open a pipe; each stack closes an end."""
+    read, write = os.pipe()
+    return reader.enter_context(os.fdopen(read, "rb")), writer.enter_context(os.fdopen(write, "wb"))
 
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.file = file
-        self._start = file.stat().st_size if file.exists() else 0
 
-    def open(self) -> BinaryIO:
-        return self.file.open("ab")
-
-    def tail(self) -> str:
-        with self.file.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._start, size - _TAIL_BYTES))
-            return log.read().decode(errors="replace").strip()
+def _start_error(error: OSError | subprocess.SubprocessError, interpreter: str) -> AgentError:
+    """Return the error of a process that could not be started."""
+    if isinstance(error, OSError) and error.errno in _SCARCE:
+        remedy = "Raise the limits of open files, processes and memory, or lower runner.workers"
+        return _PassingStartError(f"the agent's process cannot be started: {error.strerror}. {remedy}.")
+    if isinstance(error, OSError) and error.filename == interpreter:
+        return AgentError(f"the agent's interpreter {interpreter} cannot be started: {error.strerror}. Name another one.")
+    return AgentError(f"the agent's process cannot be started: {error}. See that runner.directory can be written to.")
 
 
 class HostPool:
@@ -306,7 +300,7 @@ class HostPool:
             try:
                 host = await AgentHost.start(self._spec, self._settings, self._environment, log, self._sandbox)
                 break
-            except _KilledLoadingError as error:
+            except _PassingStartError as error:
                 if (pause := next(pauses, None)) is None:
                     raise
                 _logger.warning("%s\nIt is started again in %g s.", error, pause)

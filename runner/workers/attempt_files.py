@@ -1,4 +1,4 @@
-"""Logs of attempts on disk: what they printed.
+"""Logs of attempts and of agent hosts on disk: what they printed.
 
 In: attempts. Out: `attempts/ROLLOUT/ATTEMPT/output.log`, written by the attempt's process; and its end, for the span store. Invariant: an
 attempt that printed nothing leaves nothing; the number of rollouts kept is bounded, and the oldest go first.
@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote
 
 from spangrad.text_sanitizer import storable
@@ -17,9 +18,32 @@ from spangrad.text_sanitizer import storable
 LOG = "output.log"
 LOG_TAIL_BYTES = 8192
 """Size of the end of a log that the span store gets, in bytes."""
+_HOST_TAIL_BYTES = 2000
+"""Size of the end of a dead host's log that its attempts get as their detail, in bytes."""
 _DIRECTORY = "attempts"
 _PRUNE_EVERY = 200
 """Attempts between two removals of old files."""
+
+
+class HostLog:
+    """Part of a log file that one process has written."""
+
+    def __init__(self, file: Path) -> None:
+        """Create the directory of the file."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self._start = file.stat().st_size if file.exists() else 0
+
+    def open(self) -> BinaryIO:
+        """Open the file to write to its end."""
+        return self.file.open("ab")
+
+    def tail(self) -> str:
+        """Return the end of what was written, or the reason for which it cannot be read."""
+        try:
+            return _end_of(self.file, _HOST_TAIL_BYTES, self._start).strip()
+        except OSError as error:
+            return f"It cannot be read: {error.strerror}."
 
 
 class AttemptFiles:
@@ -39,10 +63,7 @@ class AttemptFiles:
         """Return the end of what an attempt printed; empty if it printed nothing, or no files are kept."""
         where = self.directory(rollout_id, attempt)
         try:
-            with (Path(where or os.devnull) / LOG).open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(0, size - LOG_TAIL_BYTES))
-                return storable(log.read().decode(errors="replace"))
+            return storable(_end_of(Path(where or os.devnull) / LOG, LOG_TAIL_BYTES))
         except OSError:
             return ""
 
@@ -66,6 +87,17 @@ class AttemptFiles:
         root = self._root / _name(rollout_id)
         numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
         return {number: log for number in numbers if (log := root / str(number) / LOG).exists()}
+
+
+def _end_of(file: Path, most_bytes: int, start: int = 0) -> str:
+    """Return the end of a text file, from byte `start` on.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with file.open("rb") as log:
+        log.seek(max(start, log.seek(0, os.SEEK_END) - most_bytes))
+        return log.read().decode(errors="replace")
 
 
 def _name(rollout_id: str) -> str:

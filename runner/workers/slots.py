@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from spangrad.settings import RunnerSettings
 from spangrad.types import Stage
 
 
@@ -89,3 +90,12 @@ class StageClock:
         began = self._began.get(stage)
         current = 0.0 if began is None else time.monotonic() - began
         return current + sum(part.seconds for part in self.times if part.stage is stage)
+
+
+class StageSlots:
+    """Slots by stage, of all hosts of a pool."""
+
+    def __init__(self, settings: RunnerSettings) -> None:
+        self.initialising = Slots(settings.initialisations)
+        self.running = Slots(settings.concurrency)
+        self.evaluating = Slots(settings.evaluations)

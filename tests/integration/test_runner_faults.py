@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +21,7 @@ import pytest
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers import agent_processes
+from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.agents import AgentSpec, CallableAgent
 from runner.workers.root_spans import RootSpans
 from spangrad import semconv
@@ -26,7 +30,7 @@ from spangrad.errors import AgentError, StoreError
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 from tests.support.otlp import OtlpSink
-from tests.support.runners import AttemptGateway, kill
+from tests.support.runners import AttemptGateway, is_true, kill, until
 
 AGENT = """
     import asyncio, os, pathlib, signal, time
@@ -257,6 +261,75 @@ async def test_agent_host_killed_while_loading_is_restarted(
             (outcome,) = await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
             assert outcome.reward == {"reward": 1.0}
     assert (tmp_path / "starts").read_text() == "x" * starts
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncGenerator[HostPool]:
+    """Yield a pool of one host, not started yet."""
+    host = tmp_path / "host.py"
+    host.write_text(HOST.format(python=sys.executable))
+    host.chmod(0o755)
+    settings = RunnerSettings(directory=tmp_path / "runner", concurrency=1, workers=1)
+    pool = HostPool(CallableAgent("any:agent", python=host), settings, os.environ)
+    yield pool
+    await pool.close()
+
+
+async def end_host(host: AgentHost, directory: Path) -> None:
+    """Remove the directory of a host's log, and kill the host."""
+    shutil.rmtree(directory)
+    kill(host._process.pid)
+    await until(lambda: is_true(host.ended))
+
+
+async def test_host_pool_host_killed_without_its_log_is_answered_and_replaced(pool: HostPool, tmp_path: Path) -> None:
+    await pool.start()
+    busy = await pool.take()
+    answered = busy.expect("a")
+    await end_host(busy, tmp_path / "runner")
+    answer = await asyncio.wait_for(answered, 10)
+    assert answer["failure"] == AttemptFailure.CRASH
+    assert answer["detail"].endswith("agent-host-0.log:\nIt cannot be read: No such file or directory.")
+    pool.give(busy, freed=False)
+    idle = await asyncio.wait_for(pool.take(), 20)
+    pool.give(idle, freed=False)
+    await end_host(idle, tmp_path / "runner")
+    replacing = await asyncio.wait_for(pool.take(), 20)
+    assert replacing not in (busy, idle)
+    pool.give(replacing, freed=False)
+
+
+async def test_host_pool_host_that_cannot_be_replaced_fails_its_slots(pool: HostPool, tmp_path: Path) -> None:
+    await pool.start()
+    host = await pool.take()
+    pool.give(host, freed=False)
+    shutil.rmtree(tmp_path / "runner")
+    (tmp_path / "runner").touch()
+    kill(host._process.pid)
+    await until(lambda: is_true(host.ended))
+    with pytest.raises(
+        AgentError, match=r"the agent's process cannot be started: .*/runner.*\. See that runner\.directory can be written to\."
+    ):
+        await asyncio.wait_for(pool.take(), 20)
+
+
+@pytest.mark.parametrize("refusals", [2, 3])
+async def test_host_pool_start_without_resources_is_tried_again(pool: HostPool, monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+    monkeypatch.setattr(agent_processes, "_LOAD_PAUSES", (0.0, 0.01))
+    errors = [OSError(errno.EMFILE, "Too many open files"), BlockingIOError(errno.EAGAIN, "Try again"), OSError(errno.ENOMEM, "No memory")]
+    del errors[: 3 - refusals]
+    pipe = os.pipe
+
+    def pipe_later() -> tuple[int, int]:
+        if errors:
+            raise errors.pop()
+        return pipe()
+
+    monkeypatch.setattr(os, "pipe", pipe_later)
+    refused = pytest.raises(AgentError, match=r"the agent's process cannot be started: Too many open files\. Raise the limits")
+    with refused if refusals > 2 else contextlib.nullcontext():
+        await pool.start()
+    assert errors == []
 
 
 def test_run_command_sigterm_ends_and_sends_root_spans(tmp_path: Path) -> None:
