@@ -16,7 +16,7 @@ from runner.sandboxes.policy import SandboxLimits, SandboxPolicy
 from runner.sandboxes.sandbox import Sandbox, open_sandbox
 from spangrad.errors import SandboxError
 from spangrad.types import SandboxRung
-from tests.support.runners import is_true, until
+from tests.support.runners import is_true, no_descriptors, until
 
 LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
 
@@ -94,6 +94,14 @@ async def test_read_and_write_files_stay_inside(sandbox: Sandbox, directory: Pat
             await sandbox.read(f"{await private(sandbox)}/{refused}")
     with pytest.raises(SandboxError, match="write in the sandbox: "):
         await sandbox.write(str(directory / "file"), b"x")
+
+
+async def test_read_without_descriptors_is_refused_and_the_sandbox_stays(sandbox: Sandbox) -> None:
+    path = f"{await private(sandbox)}/file"
+    await sandbox.write(path, b"x")
+    with no_descriptors(), pytest.raises(SandboxError, match="open in the sandbox: Too many open files"):
+        await sandbox.read(path)
+    assert await sandbox.read(path) == b"x"
 
 
 async def test_write_to_a_pipe_is_refused_and_modes_of_files_stay(sandbox: Sandbox) -> None:

@@ -5,37 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import socket
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from runner.sandboxes.relay import ServiceRelay, accept_all
-from tests.support.runners import is_true, until
-
-_FILES = 256
-
-
-@contextmanager
-def no_descriptors() -> Generator[None]:
-    """Let this process open no further file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_FILES, soft), hard))
-    taken: list[int] = []
-    try:
-        while True:
-            taken.append(os.open(os.devnull, os.O_RDONLY))
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for descriptor in taken:
-            os.close(descriptor)
+from tests.support.runners import is_true, no_descriptors, until
 
 
 def open_files() -> int:
@@ -69,6 +45,7 @@ async def test_accept_all_without_descriptors_serves_connections_later(caplog: p
 
 async def test_accept_all_of_a_closed_listener_ends() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
+    listener.setblocking(False)
     listener.close()
     await asyncio.wait_for(accept_all(listener, answer), 5)
 
