@@ -103,14 +103,14 @@ class Journal:
         Raises:
             OSError: the disk fails.
         """
-        at = _HEAD
-        while True:
-            record = os.pread(self._file, _RECORD.size, at)
-            length, checksum = _RECORD.unpack(record) if len(record) == _RECORD.size else (0, 0)
+        at, end = _HEAD, os.fstat(self._file).st_size
+        while at + _RECORD.size <= end:
+            length, checksum = _RECORD.unpack(os.pread(self._file, _RECORD.size, at))
             at += _RECORD.size
-            body = os.pread(self._file, length, at)
+            # Any bytes of an earlier epoch may stand here: as a length, they may name more than memory holds.
+            body = os.pread(self._file, length, at) if at + length <= end else b""
             # No body is empty: a failure of the machine may leave zeros.
-            if not body or len(body) != length or xxh3_64_intdigest(body, self._epoch) != checksum:
+            if not body or xxh3_64_intdigest(body, self._epoch) != checksum:
                 return
             yield at, body
             at += length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import tempfile
 from pathlib import Path
 
@@ -113,6 +114,24 @@ def test_journal_trailing_zeros_are_no_bodies(tmp_path: Path) -> None:
         file.write(bytes(4096))
 
     assert reopened(tmp_path / "journal") == [b"a"]
+
+
+def test_journal_remains_that_name_a_huge_length_end_its_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"a"])
+    journal.close()
+    with (tmp_path / "journal").open("ab") as file:
+        file.write(struct.pack("<IQ", 2**31, 0) + b"remains")
+    read, lengths = os.pread, list[int]()
+
+    def recorded(file: int, length: int, at: int) -> bytes:
+        lengths.append(length)
+        return read(file, min(length, 1000), at)
+
+    monkeypatch.setattr(os, "pread", recorded)
+
+    assert reopened(tmp_path / "journal") == [b"a"]
+    assert max(lengths) < 100
 
 
 @pytest.mark.parametrize("short", [[], [3], [13], [3, 10]])
