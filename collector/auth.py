@@ -5,7 +5,6 @@ In: the credentials of a request. Out: its role, or none. Invariant: tokens are 
 
 from __future__ import annotations
 
-import binascii
 from base64 import b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,5 +56,6 @@ def _basic_password(authorization: str) -> str | None:
         return None
     try:
         return b64decode(packed, validate=True).decode(errors="surrogateescape").partition(":")[2]
-    except binascii.Error:
+    # Also of characters that are not ASCII.
+    except ValueError:
         return None

@@ -104,7 +104,8 @@ class ClickHouseInterface:
             framed=query.get("compress") == "1",
             encoding=accepted_encoding(request.headers.get("Accept-Encoding", "")) if packed else None,
             whole=whole,
-            held=min(HELD_AT_MOST, max(_HELD_WAITING if whole else HELD, int(size) if size.isdecimal() else 0)),
+            # Python refuses to convert thousands of digits, of which the first few name more than the largest size.
+            held=min(HELD_AT_MOST, max(_HELD_WAITING if whole else HELD, int(size[:19]) if size.isdecimal() else 0)),
             headers={
                 "X-ClickHouse-Server-Display-Name": "spangrad",
                 # One with the end of a line in it, say, would not be a single header.

@@ -187,6 +187,12 @@ def test_sql_buffer_size_delays_answer_up_to_its_size(store: StoreSettings) -> N
     assert replies[0].body == replies[1].body
 
 
+def test_sql_buffer_size_of_thousands_of_digits_is_reduced(store: StoreSettings) -> None:
+    reply = ask(store, "SELECT 1", buffer_size="9" * 5000)
+
+    assert (reply.status, reply.body) == (200, b"1\n")
+
+
 # --- failures ---
 
 

@@ -343,12 +343,13 @@ def test_guardian_wrong_or_missing_token_is_refused() -> None:
     shown = [
         ({}, {}),
         ({"Authorization": "Basic !"}, {}),
+        ({"Authorization": "Basic ä"}, {}),
         ({"Authorization": "secret"}, {}),
         ({"Authorization": f"Basic {b64encode(bytes([58, 255])).decode()}"}, {}),
         ({"X-ClickHouse-Key": "other"}, {"password": "other"}),
     ]
 
-    assert [guardian.clickhouse_role(headers, parameters) for headers, parameters in shown] == [None] * 5
+    assert [guardian.clickhouse_role(headers, parameters) for headers, parameters in shown] == [None] * 6
     assert [guardian.admits_bearer(shown) for shown in ("", "Bearer other", "secret")] == [False] * 3
 
 
