@@ -1,8 +1,8 @@
 """Migrations of the schema: numbered SQL files, each applied once and recorded.
 
 In: collector/schema/*.sql, the layout of the servers, and a function that runs a statement. Out: tables, and rows of
-`schema_migrations`. Invariant: an applied file never changes; a file that failed in its middle, that two processes applied at once,
-or whose table a user has dropped, is applied again: its statements are idempotent, and its record replaces itself.
+`schema_migrations`. Invariant: an applied file never changes; a file that failed in its middle, that two processes applied at once, or
+whose table, view or index a user has dropped, is applied again: its statements are idempotent, and its record replaces itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Execute = Callable[[str], str]
 SCHEMA = Path(__file__).parent
 _FILE_NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
 _PIECE = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`|\"[^\"]*\"|--[^\n]*|/\*.*?\*/|;|[^'`\"\-/;]+|.", re.DOTALL)
-_EXISTING = f"SELECT concat(database, '.', name) FROM system.tables WHERE database IN {DATABASES}"
+_ADD_INDEX = re.compile(r"ALTER TABLE (\w+\.\w+)\b.* ADD INDEX IF NOT EXISTS (\w+)")
+# Not of system.data_skipping_indices, which a server may hide from those who only insert.
+_INDEXES = "arrayMap(name -> concat('.', name), extractAll(create_table_query, 'INDEX ([0-9A-Za-z_]+)'))"
+_EXISTING = f"SELECT concat(database, '.', name, arrayJoin(arrayConcat([''], {_INDEXES}))) FROM system.tables WHERE database IN {DATABASES}"
 _OLDER = "EXISTS TABLE otel.schema_migrations"
 _RECORD = """CREATE TABLE IF NOT EXISTS spangrad_internal.schema_migrations (
     Number UInt32, Name String, Sha256 String, Layout String, AppliedAt DateTime64(6) DEFAULT now64(6)
@@ -49,9 +52,14 @@ class Migration:
         return hashlib.sha256(self.sql.encode()).hexdigest()
 
     def makes(self, layout: Layout) -> list[str]:
-        """Return the qualified names of the tables and views that it creates on these servers."""
-        created = map(CREATE.match, layout.statements(statements(self.sql)))
-        return [f"{match[2]}.{match[3]}" for match in created if match and match[1] != "DATABASE"]
+        """Return the qualified names of the tables and views that it creates, and of the indexes that it adds, on these servers."""
+        names: list[str] = []
+        for statement in layout.statements(statements(self.sql)):
+            if (created := CREATE.match(statement)) and created[1] != "DATABASE":
+                names.append(f"{created[2]}.{created[3]}")
+            elif index := _ADD_INDEX.match(statement):
+                names.append(f"{index[1]}.{index[2]}")
+        return names
 
     def script(self, layout: Layout) -> list[str]:
         """Return the file's statements for these servers, and the one that records the migration."""
@@ -69,7 +77,7 @@ class MigrationState(StrEnum):
     NEW = "new"
     """The store lacks it; `spangrad schema migrate` applies it."""
     INCOMPLETE = "incomplete"
-    """It was applied, and a table or view of it was dropped since; `spangrad schema migrate` creates it again."""
+    """It was applied, and a table, view or index of it is gone, also with its table; `spangrad schema migrate` creates it again."""
     CHANGED = "changed"
     """The file differs from the one that was applied."""
     UNKNOWN = "unknown-newer"
@@ -89,7 +97,7 @@ class Entry:
     applied_at: str
     """Time in UTC; empty when it is not applied."""
     lacks: tuple[str, ...] = ()
-    """Tables and views that it created, and that are missing."""
+    """Tables, views and indexes that it created, and that are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
             except StoreError as error:
                 raise StoreError(f"{migration.name} stopped at {first_line(statement)!r}: {error}") from error
         recreated = (
-            f": {', '.join(lacks)} was missing, and is created again, without its rows"
+            f": {', '.join(lacks)} was missing, and is created again; rows of a dropped table are gone"
             if (lacks := missing_objects[migration.number])
             else ""
         )

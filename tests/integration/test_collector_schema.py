@@ -207,6 +207,19 @@ def test_schema_views_count_spans_delivered_twice_once(laid_out: tuple[Execute, 
 # --- what is kept ---
 
 
+def test_migrate_creates_later_indexes_of_dropped_table_again(laid_out: tuple[Execute, Layout]) -> None:
+    execute, layout = laid_out
+    table = layout.local("builds")
+    indexes = f"SELECT name FROM system.data_skipping_indices WHERE table = '{table}' ORDER BY name"
+    before = execute(indexes)
+    execute(f"DROP TABLE spangrad_internal.{table} SYNC")
+
+    assert "idx_rollout_bounds" in before
+    assert [migration.number for migration in migrate(execute, layout)] == [3, 9]
+    assert execute(indexes) == before
+    assert migrate(execute, layout) == []
+
+
 def left(execute: Execute) -> dict[str, list[str]]:
     """The traces, or else rollouts, of the rows in each table, with how many rows each has."""
     names = {

@@ -40,6 +40,7 @@ class RecordedStore:
         elif "CREATE DATABASE" not in sql:
             self.ran.append(sql)
             self.tables += re.findall(r"EXISTS (\w+\.\w+)", sql)
+            self.tables += map(".".join, re.findall(r"ALTER TABLE (\w+\.\w+) ADD INDEX IF NOT EXISTS (\w+)", sql))
         return ""
 
 
@@ -119,7 +120,18 @@ def test_migrate_reapplies_file_whose_table_is_gone(schema: Path) -> None:
     assert pending(store, Layout(), schema, incomplete=False) == []
     lines: list[str] = []
     assert [migration.number for migration in migrate(store, Layout(), schema, report=lines.append)] == [2]
-    assert lines == ["applied 0002_second.sql (2 statements): otel.c was missing, and is created again, without its rows"]
+    assert lines == ["applied 0002_second.sql (2 statements): otel.c was missing, and is created again; rows of a dropped table are gone"]
+
+
+def test_migrate_reapplies_later_indexes_of_dropped_table() -> None:
+    store = RecordedStore()
+    migrate(store, Layout())
+    store.tables = [name for name in store.tables if not f"{name}.".startswith("spangrad_internal.builds.")]
+
+    lacking = {entry.number: entry.lacks for entry in status(store, Layout()) if entry.state is MigrationState.INCOMPLETE}
+    assert lacking == {3: ("spangrad_internal.builds",), 9: ("spangrad_internal.builds.idx_rollout_bounds",)}
+    assert [migration.number for migration in migrate(store, Layout())] == [3, 9]
+    assert pending(store, Layout()) == []
 
 
 def test_migration_makes_local_and_distributed_table_in_sharded_layout() -> None:
