@@ -30,9 +30,15 @@ HANDLE_SETTINGS = {
     "format_schema_source": "string",
 }
 """Settings of every handle that differ from the database's defaults."""
-_DATA_CODES = frozenset({6, 27, 33, 72, 117, 395})
-"""ClickHouse's error codes CANNOT_PARSE_TEXT, CANNOT_PARSE_INPUT_ASSERTION_FAILED, CANNOT_READ_ALL_DATA, CANNOT_PARSE_NUMBER,
-INCORRECT_DATA and THROW_IF: the rows are at fault."""
+UNREADABLE_CODES = frozenset({6, 25, 26, 27, 32, 33, 38, 41, 72, 117, 130, 321, 376, 427, 441, 467, 675, 676})
+"""ClickHouse's error codes of values that cannot be read: CANNOT_PARSE_TEXT and all others that begin with CANNOT_PARSE or CANNOT_READ,
+ATTEMPT_TO_READ_AFTER_EOF, INCORRECT_DATA, VALUE_IS_OUT_OF_RANGE_OF_DATA_TYPE, CANNOT_COMPILE_REGEXP."""
+# ARGUMENT_OUT_OF_BOUND, CANNOT_CONVERT_TYPE, TOO_LARGE_ARRAY_SIZE, TOO_LARGE_STRING_SIZE, ILLEGAL_DIVISION, SIZES_OF_ARRAYS_DONT_MATCH,
+# CANNOT_INSERT_NULL_IN_ORDINARY_COLUMN, INDEX_OF_POSITIONAL_ARGUMENT_IS_OUT_OF_RANGE, FUNCTION_THROW_IF_VALUE_IS_NON_ZERO,
+# DECIMAL_OVERFLOW, VIOLATED_CONSTRAINT, UNKNOWN_ELEMENT_OF_ENUM. Not those of types: a view that was broken by a change of its table
+# refuses every span until it is repaired.
+_DATA_CODES = UNREADABLE_CODES | {69, 70, 128, 131, 153, 190, 349, 353, 395, 407, 469, 691}
+"""ClickHouse's error codes by which a table, its constraints or views refuse a value: the rows are at fault."""
 _UNKNOWN = 1002
 _OWNER = "owner"
 """The file in a store's directory that its process locks, and into which it writes its id."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from collector.database import EngineRefusedError
+from collector.database import UNREADABLE_CODES, EngineRefusedError
 from collector.encodings import EncodingError, TooLargeError
 from collector.sql.guard import ForbiddenError
 from collector.write.ingest import QueueFullError
@@ -15,7 +15,7 @@ from spangrad.http.client_timeouts import TooSlowError
 
 # As a ClickHouse server maps them, but for 164 and 516; 500 for the rest.
 _HTTP_STATUS = {
-    **dict.fromkeys((6, 26, 27, 32, 33, 36, 38, 41, 43, 53, 62, 72, 117, 130, 456, 457), 400),
+    **dict.fromkeys((*UNREADABLE_CODES, 36, 43, 53, 62, 456, 457), 400),
     **dict.fromkeys((46, 47, 50, 56, 60, 63, 73, 81, 115, 372), 404),
     **dict.fromkeys((164, 497), 403),
     48: 501,

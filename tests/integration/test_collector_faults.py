@@ -145,6 +145,34 @@ def test_view_that_throws_refuses_its_body_only(tmp_path: Path) -> None:
         client.close()
 
 
+def test_view_that_cannot_read_a_value_refuses_its_body_only(tmp_path: Path) -> None:
+    refusals = {
+        "toDateTime(if(v = '', '2026-01-02 03:04:05', v)) = 0": 41,
+        "toIPv4(if(v = '', '127.0.0.1', v)) = '10.0.0.1'": 675,
+        "intDiv(1, v = '')": 153,
+        "if(v = '', 1, NULL)": 349,
+        "2 * (v != '')": 469,
+    }
+    settings = store_settings(tmp_path / "data")
+    with running_store(settings, tmp_path / "log"):
+        client, url = connect(settings), f"{settings.otlp_endpoint}/v1/traces"
+        client.command("CREATE TABLE default.seen (n UInt8, CONSTRAINT small CHECK n < 2) ORDER BY n")
+        for value, code in refusals.items():
+            client.command(
+                f"CREATE MATERIALIZED VIEW default.picky TO default.seen AS SELECT {value} AS n FROM"
+                " (SELECT SpanAttributes['spangrad.when'] AS v FROM otel.otel_traces)"
+            )
+            good = uuid.uuid4().bytes
+
+            status, body = post(url, call(uuid.uuid4().bytes, when="soon").SerializeToString())
+
+            assert (status, body.split(b"not stored: ")[1].split(b".")[0]) == (400, b"Code: %d" % code)
+            assert post(url, call(good).SerializeToString())[0] == 200
+            assert len(calls_of(client, good)) == 1
+            client.command("DROP VIEW default.picky SYNC")
+        client.close()
+
+
 def test_default_database_tables_survive_store_restart(tmp_path: Path) -> None:
     settings = store_settings(tmp_path / "data")
     for turn in (1, 2, 3):
