@@ -181,8 +181,6 @@ class Builder:
         self._claims.begin()
         self._known.forget()
         self._discovery.begin(self._reader.as_of or self._clock(), sweeps=sweeps)
-        if self._discovery.is_first:
-            self._add_pending(self._discovery.new_roots())
         self._remember_arrivals()
         self._progress(0)
         self._build_announced(summary)
@@ -191,6 +189,8 @@ class Builder:
         """Remember what has arrived since the last look; in a sweep, all of it."""
         arrived = self._discovery.arrivals()
         self._now, self._looked = self._discovery.now, time.monotonic()
+        if self._discovery.is_first:
+            self._add_pending(self._discovery.new_roots())
         self._pending = waiting.touched(self._pending, arrived)
         named = arrived.filter(_NAMES_ITSELF)
         if named.height:

@@ -193,7 +193,7 @@ class Discovery:
         return {"since": since, "spec": self._reader.spec}
 
     def new_roots(self) -> pl.DataFrame:
-        """Return final ROOTS of rollouts that are not built, of all history."""
+        """Return final ROOTS of rollouts that are not built, of all history. Read after `arrivals`, whose time the next look begins at."""
         sql = _ROOTS.format(arrived=self._arrived, which=_UNBUILT)
         return conform(self._reader.frame(sql, self._window, fresh=True, scans=True), ROOTS).filter("Final")
 

@@ -1,0 +1,96 @@
+"""Looks of the builder at a store whose statements are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import polars as pl
+import pytest
+
+from spangrad.settings import Settings
+from tests.support.spans import SpanFactory
+from transition_builder import builder as builders
+from transition_builder.builder import Builder
+from transition_builder.frames import conform, empty
+from transition_builder.schemas import ARRIVED, BUILT, OWNERS, ROOTLESS, ROOTS
+
+TIME = SpanFactory.time
+
+
+class FakeReader:
+    """A store in which nothing was built. Its clock moves on while it reads spans; a statement sees what had arrived when it began."""
+
+    url, spec, as_of = "http://store", "spec", None
+
+    def __init__(self, *, seconds: float) -> None:
+        self.clock = TIME(0)
+        self.seconds = seconds
+        """Time that a statement takes."""
+        self.roots = empty(ROOTS)
+        self.unnamed = empty(ARRIVED)
+        """Rows that name no rollout."""
+
+    def now(self) -> datetime:
+        return self.clock
+
+    def arrived(self, _: str) -> str:
+        return "true"
+
+    def insert(self, table: str, rows: pl.DataFrame) -> None:
+        pass
+
+    def built(self, _: pl.Series) -> pl.DataFrame:
+        return empty(BUILT)
+
+    def frame(self, sql: str, parameters: Mapping[str, Any] | None = None, **_: bool) -> pl.DataFrame:
+        if "AS others" in sql:
+            return pl.DataFrame({"others": [0]})
+        if "builder_marks" in sql or "trace_owners" in sql:
+            return empty(OWNERS)
+        assert parameters is not None
+        now, since = self.clock, datetime.fromtimestamp(int(parameters["since"]) / 1e6, UTC)
+        self.clock += timedelta(seconds=self.seconds)
+        visible = pl.col("IngestedAt").is_between(since, now)
+        if "AS GroupSize" in sql:
+            return self.roots.filter(visible)
+        if "AS HasRoot" in sql:
+            named = self.roots.with_columns(RolloutKey="RolloutId", RolloutKeySource=pl.lit("rollout"), HasRoot=True)
+            ever_built = "spangrad_internal.builds" in sql
+            rows = pl.concat([self.unnamed, conform(named.clear() if ever_built else named, ARRIVED)])
+            return rows.filter(visible).with_columns(Now=pl.lit(now))
+        return empty(ROOTLESS)
+
+
+def builder_of(reader: FakeReader, monkeypatch: pytest.MonkeyPatch) -> Builder:
+    def connect(*_: object, **__: object) -> object:
+        return object()
+
+    def reader_of(*_: object) -> FakeReader:
+        return reader
+
+    monkeypatch.setattr(builders, "connect", connect)
+    monkeypatch.setattr(builders, "StoreReader", reader_of)
+    return Builder(Settings())
+
+
+def unnamed_rows(*arrivals: float) -> pl.DataFrame:
+    """Return ARRIVED of traces that name no rollout."""
+    rows = [
+        {name: "" for name, dtype in ARRIVED.items() if dtype == pl.String}
+        | {"RolloutKey": f"t{at}", "RolloutKeySource": "trace", "TraceId": f"t{at}", "Attempt": 0, "IngestedAt": TIME(at), "HasRoot": False}
+        for at in arrivals
+    ]
+    return pl.DataFrame(rows, schema=dict(ARRIVED))
+
+
+def test_builder_root_visible_during_slow_first_look_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, spans = FakeReader(seconds=600), SpanFactory()
+    spans.root("late", Mode="production", IngestedAt=TIME(60))
+    reader.roots = conform(pl.DataFrame(spans.roots), ROOTS)
+    reader.unnamed = unnamed_rows(0)
+    builder = builder_of(reader, monkeypatch)
+
+    builder.build_ready(urgent=True)
+    assert builder.build_ready(urgent=True).waiting == 1
