@@ -198,16 +198,17 @@ class Builder:
             ending = self._of_run(rollouts.filter("HasRoot"))
             self._source.begin(ending.filter(~waiting.IS_BEHIND))
             self._add_pending(ending.join(self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
-        self._behind = pl.concat([self._behind, arrived])
+        behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:
-            self._look_behind(self._discovery.rootless())
+            # Kept only when it is done: a sweep that fails reads the same again.
+            self._look_behind(behind, self._discovery.rootless())
+        else:
+            self._behind = behind
         self._discovery.done()
-        if self._examined.height:
-            self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
+        self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
 
-    def _look_behind(self, rootless: pl.DataFrame | None = None) -> None:
+    def _look_behind(self, arrived: pl.DataFrame, rootless: pl.DataFrame | None = None) -> None:
         """Remember traces without a final root (ROOTLESS of a sweep, else of what arrived), and built rollouts that are out of date."""
-        arrived = self._behind
         if arrived.height:
             keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
             owners = self._discovery.owners(keys["TraceId"])
@@ -276,7 +277,7 @@ class Builder:
 
     def _build_behind(self, summary: Summary) -> None:
         """Build what is complete of production and of trials in slices, and what ends of training between two of them."""
-        self._look_behind()
+        self._look_behind(self._behind)
         if self._reassigned.height:
             self._rebuild_former(summary)
         for batch in self._slices(waiting.due(self._pending.filter(waiting.IS_BEHIND), self._now), "RolloutId", summary):
@@ -377,8 +378,7 @@ class Builder:
         """Forget rollouts that are built."""
         if self._late_rows.height:
             self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
-        if self._pending.height:
-            self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
         if self._rootless.is_empty():
             return
         named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())

@@ -1,4 +1,4 @@
-"""Looks of the builder at a store whose statements are slow."""
+"""Looks of the builder at a store whose statements are slow, or fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from spangrad.errors import StoreError
 from spangrad.settings import Settings
 from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
@@ -31,6 +32,8 @@ class FakeReader:
         self.roots = empty(ROOTS)
         self.unnamed = empty(ARRIVED)
         """Rows that name no rollout."""
+        self.failures = 0
+        """Number of further statements for rows without a root that fail."""
 
     def now(self) -> datetime:
         return self.clock
@@ -60,6 +63,9 @@ class FakeReader:
             ever_built = "spangrad_internal.builds" in sql
             rows = pl.concat([self.unnamed, conform(named.clear() if ever_built else named, ARRIVED)])
             return rows.filter(visible).with_columns(Now=pl.lit(now))
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("memory is short")
         return empty(ROOTLESS)
 
 
@@ -94,3 +100,17 @@ def test_builder_root_visible_during_slow_first_look_is_remembered(monkeypatch: 
 
     builder.build_ready(urgent=True)
     assert builder.build_ready(urgent=True).waiting == 1
+
+
+def test_builder_sweep_that_fails_again_and_again_keeps_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = FakeReader(seconds=0.1)
+    reader.unnamed = unnamed_rows(-3, -2, -1)
+    reader.failures = 3
+    builder, heights = builder_of(reader, monkeypatch), list[int]()
+
+    for _ in range(3):
+        with pytest.raises(StoreError, match="memory is short"):
+            builder.build_ready(urgent=True)
+        heights.append(builder._behind.height)  # pyright: ignore[reportPrivateUsage]
+    builder.build_ready(urgent=True)
+    assert heights == [0, 0, 0]
