@@ -1,10 +1,17 @@
 // Curves over steps by uPlot, in the colours of the theme; a table of the same numbers is beside every step.
 import uPlot from "/static/vendor/uPlot-1.6.32.esm.js";
-import { h, number } from "/static/dom.js";
+import { h, number, put } from "/static/dom.js";
 
 const COLOURS = ["--model", "--curve-2", "--tool", "--curve-4"];
 const HEIGHT = 170;
 const synchronised = uPlot.sync("steps");
+const drawn = []; // of each chart in the document the function that ends it
+
+// The container of charts, without those that it had: uPlot's group and the window hold a plot until it is destroyed.
+export function emptied() {
+  for (const end of drawn.splice(0)) end();
+  return put("charts");
+}
 
 function colour(name) {
   const probe = h("span", { style: { color: `var(${name})` } });
@@ -37,7 +44,12 @@ export function chart(element, label, xs, series, onPick) {
       value: (_, value) => number(value) }))],
   }, [xs, ...series.map(({ values }) => values)], box);
   if (onPick) plot.over.addEventListener("click", () => plot.cursor.idx !== null && onPick(xs[plot.cursor.idx]));
-  new ResizeObserver(() => plot.setSize({ width: Math.max(200, figure.clientWidth), height: HEIGHT })).observe(figure);
+  const resizes = new ResizeObserver(() => plot.setSize({ width: Math.max(200, figure.clientWidth), height: HEIGHT }));
+  resizes.observe(figure);
+  drawn.push(() => {
+    resizes.disconnect();
+    plot.destroy();
+  });
   return plot;
 }
 

@@ -1,6 +1,6 @@
 // The overview, live: services, rollouts of the last hour, and curves of the newest steps.
-import { address, clearProblem, duration, fact, h, number, put, ready, returned, visible } from "/static/dom.js";
-import { chart, curves, IDLE } from "/static/charts.js";
+import { address, ask, clearProblem, duration, fact, h, number, put, ready, returned, visible } from "/static/dom.js";
+import { chart, curves, emptied, IDLE } from "/static/charts.js";
 
 const CHARTS = {
   Return: { return: "mean_return" },
@@ -41,7 +41,7 @@ function show(found) {
   const key = `${newest?.Policy} ${newest?.Branch} ${last?.Version}`;
   if (last && key !== drawn) {
     drawn = key;
-    const charts = put("charts");
+    const charts = emptied();
     const pick = (version) => location.assign(address("/version", { policy: newest.Policy, branch: newest.Branch, version }));
     for (const [label, names] of Object.entries(CHARTS)) {
       const series = curves(shown, names);

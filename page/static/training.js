@@ -1,6 +1,6 @@
 // Training: curves of all steps of a branch, and the steps as a table.
 import { address, ask, h, number, put, ready, time } from "/static/dom.js";
-import { chart, curves, IDLE } from "/static/charts.js";
+import { chart, curves, emptied, IDLE } from "/static/charts.js";
 import { lanesPicture } from "/static/lanes.js";
 import { drawSkipped } from "/static/skipped.js";
 import { VirtualTable } from "/static/virtual_table.js";
@@ -48,7 +48,7 @@ function heldOutReturns(rows) {
 
 // Metrics whose names hold a text, each as a curve of its own; without a text those that matter first.
 function draw() {
-  const charts = put("charts");
+  const charts = emptied();
   if (!found.steps.length) return put("charts", h("p", {}, "No step has been committed yet."));
   const text = pattern.value.trim().toLowerCase();
   if (text) {

@@ -1,0 +1,74 @@
+"""Scripts of the page in a real Chromium, where answers are late or wrong: each test decides what some requests are answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect
+from tests.support.browser import Visitor, browsers, running_page
+
+POLICY = "scripts"
+PLOTS = "async () => (await import('/static/vendor/uPlot-1.6.32.esm.js')).default.sync('steps').plots.length"
+"""Function that returns the number of plots that uPlot holds."""
+CALL = {
+    "rollout": "r", "trace": "t", "span": "s", "choice": 0, "promptTokens": 6, "repeated": 4, "prompt": {"ids": [15, 16], "pieces": None},
+    "response": {"ids": [17], "pieces": None, "logprobs": [-1.0]}, "versions": [[0, 3]], "conclusion": {"kind": "unbuilt"}, "rewards": [],
+    "trained": [], "textProblem": "", "Policy": POLICY, "Temperature": 1.0,
+}  # fmt: skip
+"""A call whose prompt is folded, as /api/call answers."""
+CALL_PATH = "/call?rollout=r&trace=t&span=s&choice=0&form=ids"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    yield from browsers()
+
+
+@pytest.fixture(scope="module")
+def url(store: StoreSettings) -> Iterator[str]:
+    with connect(store) as client:
+        names = ["RunId", "RolloutId", "BuildSpec", "Failure", "IngestedAt"]
+        old = datetime(2020, 1, 1, tzinfo=UTC)
+        client.insert("spangrad_internal.builds", [["r", name, "s", name[:1], old] for name in ("a1", "a2", "b1")], column_names=names)
+    with running_page(Settings(store=store)) as address:
+        yield address
+
+
+@pytest.fixture
+def visitor(browser: Browser, url: str) -> Iterator[Visitor]:
+    visitor = Visitor(browser, url, viewport={"width": 1000, "height": 700})
+    yield visitor
+    visitor.close()
+
+
+def commit(store: StoreSettings, *versions: int) -> None:
+    rows = [[POLICY, "main", version, version - 1, f"b{version}", "committed", {"mean_return": 0.5}] for version in versions]
+    names = ["Policy", "Branch", "Version", "Parent", "BatchId", "Status", "Metrics"]
+    with connect(store) as client:
+        client.insert("spangrad_internal.policy_versions", rows, column_names=names)
+
+
+def answer_call(page: Page) -> None:
+    """Answer what the view of a call asks for, but for its texts."""
+    page.route("**/api/call?*", lambda route: route.fulfill(json=CALL))
+    page.route("**/api/call/alternatives?*", lambda route: route.fulfill(json=[]))
+
+
+def choose(page: Page, outcome: str) -> None:
+    page.get_by_label("Outcome").fill(outcome)
+    page.get_by_role("button", name="Filter").click()
+
+
+def test_overview_new_versions_end_the_charts_before_them(visitor: Visitor, store: StoreSettings) -> None:
+    commit(store, 1, 2)
+    page = visitor.open("/")
+    for version in (3, 4):
+        commit(store, version)
+        expect(page.get_by_role("img", name=f"Return over versions 1 to {version};")).to_be_visible()
+    assert page.evaluate(PLOTS) == page.locator(".chart").count() == 1
