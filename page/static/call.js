@@ -147,6 +147,7 @@ async function draw() {
   drawLegend();
   if (form.value === "json") {
     const texts = await ask(address("/api/call/texts", place));
+    if (form.value !== "json") return; // another form was chosen meanwhile
     for (const [part, name] of [["prompt", "request"], ["response", "response"]]) {
       put(part, h("pre", { class: "text", tabindex: 0 }, cut({ ...texts[name], text: pretty(texts[name].text) })),
         h("p", {}, h("a", { href: address("/call.txt", { ...place, part: name }) }, `Download the ${name}`)));

@@ -4,6 +4,7 @@ import { VirtualTable } from "/static/virtual_table.js";
 
 const filters = document.getElementById("filters");
 let table = null;
+let asking = new AbortController(); // of the numbers beside the table
 
 function parameters() {
   return Object.fromEntries(new URLSearchParams(location.search));
@@ -38,6 +39,8 @@ function show() {
   document.getElementById("export-jsonl").href = address("/rollouts.jsonl", chosen);
   put("searched");
   table?.close();
+  asking.abort();
+  asking = new AbortController();
   const searched = { rows: 0, found: 0 };
   table = new VirtualTable(document.getElementById("list"), {
     columns,
@@ -55,12 +58,18 @@ function show() {
     onSort: (name) => go({ ...parameters(), sort: name, order: sort.sort === name && sort.order === "desc" ? "asc" : "desc" }),
   });
   document.getElementById("list").scrollTop = 0;
-  return Promise.all([table.fill(), numbers(chosen)]);
+  return Promise.all([table.fill(), numbers(chosen, asking.signal)]);
 }
 
-async function numbers(chosen) {
+async function numbers(chosen, signal) {
   const { sort, order, contents, ...condition } = chosen;
-  const found = await ask(address("/api/rollouts/numbers", condition));
+  let found;
+  try {
+    found = await ask(address("/api/rollouts/numbers", condition), { signal });
+  } catch (error) {
+    if (error.name === "AbortError") return; // of a filter that another has replaced
+    throw error;
+  }
   const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";
   put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);
   const largest = Math.max(1, ...found.Histogram.map((bin) => bin.count));

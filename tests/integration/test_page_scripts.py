@@ -72,3 +72,28 @@ def test_overview_new_versions_end_the_charts_before_them(visitor: Visitor, stor
         commit(store, version)
         expect(page.get_by_role("img", name=f"Return over versions 1 to {version};")).to_be_visible()
     assert page.evaluate(PLOTS) == page.locator(".chart").count() == 1
+
+
+def test_rollouts_numbers_of_an_older_filter_do_not_replace_the_newer(visitor: Visitor) -> None:
+    held: list[Route] = []
+    page = visitor.open("/rollouts")
+    page.route("**/api/rollouts/numbers?outcome=a", lambda route: held.append(route))
+    choose(page, "a")
+    choose(page, "b")
+    expect(page.locator("#count")).to_contain_text("1 rollouts.")
+    held[0].continue_()
+    page.wait_for_timeout(500)
+    expect(page.locator("#count")).to_contain_text("1 rollouts.")
+
+
+def test_call_page_late_texts_do_not_replace_the_tokens(visitor: Visitor) -> None:
+    held: list[Route] = []
+    answer_call(visitor.page)
+    page = visitor.open(CALL_PATH)
+    page.route("**/api/call/texts?*", lambda route: held.append(route))
+    with page.expect_request("**/api/call/texts?*"):
+        page.get_by_label("Show as").select_option("json")
+    page.get_by_label("Show as").select_option("ids")
+    held[0].fulfill(json={part: {"text": "late", "characters": 4} for part in ("request", "response")})
+    page.wait_for_timeout(500)
+    expect(page.locator("#response .token")).to_have_text(["17"])
