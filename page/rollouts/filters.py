@@ -46,9 +46,9 @@ class RolloutFilter:
     version: int | None = None
     """Policy version that sampled a token of it."""
     reward_from: float | None = None
-    """Least return."""
+    """Least return; a rollout without one does not meet it."""
     reward_to: float | None = None
-    """Largest return."""
+    """Largest return; likewise."""
     failed: bool | None = None
     """True: it failed. False: it succeeded."""
     failed_tool: bool | None = None
@@ -80,9 +80,9 @@ class RolloutFilter:
         if self.version is not None:
             parts.append("has(PolicyVersions, {version:UInt64})")
         if self.reward_from is not None:
-            parts.append(f"{_FINITE} >= {{reward_from:Float64}}")
+            parts.append(f"{HAS_RETURN} AND Return >= {{reward_from:Float64}}")
         if self.reward_to is not None:
-            parts.append(f"{_FINITE} <= {{reward_to:Float64}}")
+            parts.append(f"{HAS_RETURN} AND Return <= {{reward_to:Float64}}")
         if self.failed is not None:
             parts.append("Outcome != 'succeeded'" if self.failed else "Outcome = 'succeeded'")
         if self.failed_tool is not None:

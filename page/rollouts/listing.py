@@ -7,6 +7,7 @@ built meanwhile neither repeat nor hide a row.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -42,19 +43,17 @@ _LAST_BUILT = f"SELECT toUnixTimestamp64Micro(max(BuiltAt)) AS Us FROM {last_bui
 _OF_IDS = "RunId IN {runs:Array(String)} AND RolloutId IN {ids:Array(String)}"
 _NEWEST = f"SELECT BuildId, toUnixTimestamp64Micro(BuiltAt) AS BuiltUs FROM {newest_revisions_sql(_OF_IDS)}"
 _TRAINED = f"SELECT * FROM {trained_versions_sql(_OF_IDS)}"
+_OF_NEWEST = f"{{condition}} AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql()})"
 _BOUNDS = f"""
 SELECT minIf(assumeNotNull(Return), {HAS_RETURN}) AS Least, maxIf(assumeNotNull(Return), {HAS_RETURN}) AS Largest
-FROM {revisions_sql()} WHERE {{condition}}
+FROM {revisions_sql()} WHERE {_OF_NEWEST}
 """
 _NUMBERS = f"""
 SELECT count() AS Count, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, avgMap(ReturnsByRole) AS MeanByRole,
     sum(Drops) AS Drops, sumMap([Outcome], [toUInt64(1)]) AS Outcomes, sumMapIf([Bin], [toUInt64(1)], {HAS_RETURN}) AS Bins
 FROM (
-    SELECT Outcome, Return, ReturnsByRole, Drops,
-        floor((assumeNotNull(Return) - {{{{least:Float64}}}}) / {{{{width:Float64}}}}) AS Place,
-        toUInt32(least(greatest(Place, 0), {{{{last:UInt32}}}})) AS Bin
-    FROM {revisions_sql(once=True)}
-    WHERE {{condition}} AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql()})
+    SELECT Outcome, Return, ReturnsByRole, Drops, roundDown(assumeNotNull(Return), {{{{begins:Array(Float64)}}}}) AS Bin
+    FROM {revisions_sql(once=True)} WHERE {_OF_NEWEST}
 )
 """
 _CHOICES = f"""
@@ -129,17 +128,12 @@ def numbers_of(store: PageStore, rollouts: RolloutFilter) -> dict[str, Any]:
     condition, parameters = rollouts.condition()
     (bounds,) = store.rows(_BOUNDS.format(condition=condition), parameters)
     least, largest = bounds["Least"], bounds["Largest"]
-    bins = BINS if largest > least else 1
-    width = (largest - least) / bins or 1.0
-    scale = {"least": least, "width": width, "last": bins - 1}
-    (numbers,) = store.rows(_NUMBERS.format(condition=condition), {**parameters, **scale})
+    begins = sorted({least + (largest - least) / BINS * number for number in range(BINS)})
+    (numbers,) = store.rows(_NUMBERS.format(condition=condition), {**parameters, "begins": begins})
     outcomes, counts = (dict(zip(*numbers.pop(name), strict=True)) for name in ("Outcomes", "Bins"))
-    histogram = [
-        {"from": least + width * number, "to": least + width * (number + 1) if bins > 1 else least, "count": counts.get(number, 0)}
-        for number in range(bins)
-    ]
-    if bins > 1:
-        histogram[-1]["to"] = largest  # what rounding leaves out would not be found by the bin's address
+    # Both bounds of a filter are part of it: a bin ends before the next begins, so that its address lists what it counts.
+    ends = [*(math.nextafter(begin, -math.inf) for begin in begins[1:]), largest]
+    histogram = [{"from": begin, "to": end, "count": counts.get(begin, 0)} for begin, end in zip(begins, ends, strict=True)]
     outcomes = dict(sorted(outcomes.items(), key=lambda item: -item[1]))
     return {**numbers, **bounds, "Outcomes": outcomes, "Histogram": histogram if counts else []}
 

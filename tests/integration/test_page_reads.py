@@ -1,0 +1,72 @@
+"""Reads of the page over a real store, without a browser: numbers and filters of rollouts, versions over branches, the last hour."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from page.overview import OverviewReader
+from page.reading import PageStore
+from page.rollouts.filters import RolloutFilter, RolloutOrder
+from page.rollouts.listing import BINS, numbers_of, page_of
+from page.training import version_view
+from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def run() -> str:
+    return f"reads-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def page_store(store: StoreSettings) -> PageStore:
+    return PageStore(store)
+
+
+def insert(store: StoreSettings, table: str, rows: Sequence[dict[str, Any]]) -> None:
+    with connect(store) as client:
+        for row in rows:
+            client.insert(f"spangrad_internal.{table}", [list(row.values())], column_names=list(row))
+
+
+def build(run: str, rollout: str, rewards: dict[str, float], **columns: Any) -> dict[str, Any]:
+    """A build of a rollout; rewards by role."""
+    totals = {
+        "RewardTotals.Name": ["reward"] * len(rewards),
+        "RewardTotals.Role": list(rewards),
+        "RewardTotals.Value": list(rewards.values()),
+    }
+    return {"RunId": run, "RolloutId": rollout, "BuildSpec": "s", "IngestedAt": LONG_AGO, **totals, **columns}
+
+
+@pytest.mark.parametrize("width", [1.0, 0.1, 1 / 3])
+def test_histogram_bar_counts_the_rollouts_of_its_address(store: StoreSettings, page_store: PageStore, run: str, width: float) -> None:
+    insert(store, "builds", [build(run, f"r{number}", {"": number * width}) for number in range(BINS + 1)])
+    bars = numbers_of(page_store, RolloutFilter(run=run))["Histogram"]
+    listed = [RolloutFilter(run=run, reward_from=bar["from"], reward_to=bar["to"]) for bar in bars]
+    assert [numbers_of(page_store, chosen)["Count"] for chosen in listed] == [bar["count"] for bar in bars]
+    assert (len(bars), sum(bar["count"] for bar in bars)) == (BINS, BINS + 1)
+
+
+def test_histogram_bounds_are_those_of_newest_revisions(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    insert(store, "builds", [build(run, "a", {"": 100.0}), build(run, "a", {"": 1.0}, Revision=1), build(run, "b", {"": 0.0})])
+    numbers = numbers_of(page_store, RolloutFilter(run=run))
+    assert (numbers["Count"], numbers["Least"], numbers["Largest"]) == (2, 0.0, 1.0)
+    assert [bar["count"] for bar in numbers["Histogram"]] == [1, *[0] * (BINS - 2), 1]
+
+
+def test_return_filter_leaves_out_rollouts_without_a_return(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    rewards = {"low": {"": 0.25}, "high": {"": 1.0}, "duel": {"black": -1.0, "white": 1.0}, "none": {"": math.nan}}
+    insert(store, "builds", [build(run, rollout, totals) for rollout, totals in rewards.items()])
+    bounds = {"low": RolloutFilter(run=run, reward_to=0.5), "high low": RolloutFilter(run=run, reward_from=-1e301)}
+    for expected, chosen in ((names.split(), chosen) for names, chosen in bounds.items()):
+        assert sorted(row["RolloutId"] for row in page_of(page_store, chosen, RolloutOrder())["rows"]) == expected
+        assert numbers_of(page_store, chosen)["Count"] == len(expected)
