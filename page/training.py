@@ -70,14 +70,23 @@ WHERE Policy = {policy:String} AND Version + {reach:UInt64} >= {version:UInt64} 
 ORDER BY Version, Branch LIMIT 200
 """
 _SAMPLED_BY = """
-SELECT arrayJoin(SampledVersions) AS Sampled, count() AS Calls FROM spangrad.trained_calls
-WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64} GROUP BY Sampled ORDER BY Sampled DESC
+SELECT s.Sampled AS Sampled, s.Calls AS Calls, v.Branch AS Branch
+FROM (
+    SELECT arrayJoin(SampledVersions) AS Sampled, count() AS Calls FROM spangrad.trained_calls
+    WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64} GROUP BY Sampled
+) AS s
+LEFT JOIN (
+    SELECT Version, argMin(Branch, (ifNull(Parent = Version, false), Branch != {branch:String}, Branch)) AS Branch
+    FROM spangrad.policy_versions WHERE Policy = {policy:String} GROUP BY Version
+) AS v ON v.Version = s.Sampled
+ORDER BY Sampled DESC
 """
+"""Versions that sampled a version's batch, each with the branch that trained it, not those that began with it; empty: none is known."""
 _SAMPLES = """
-SELECT Version, count() AS Calls, uniqExact(RolloutId) AS Rollouts FROM spangrad.trained_calls
-WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version BETWEEN {version:UInt64} AND {version:UInt64} + 64
+SELECT Branch, Version, count() AS Calls FROM spangrad.trained_calls
+WHERE Policy = {policy:String} AND Version BETWEEN {version:UInt64} AND {version:UInt64} + 64
     AND has(SampledVersions, {version:UInt64}) AND Version != {version:UInt64}
-GROUP BY Version ORDER BY Version
+GROUP BY Branch, Version ORDER BY Version, Branch
 """
 _ROLLOUTS = """
 SELECT b.RunId AS RunId, b.Mode AS Mode, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.BuildSpec AS BuildSpec, c.TaskId AS TaskId,

@@ -40,7 +40,7 @@ from page.training import (
     training_view,
     version_view,
 )
-from spangrad.errors import LedgerError
+from spangrad.errors import LedgerError, StoreError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -167,8 +167,14 @@ class PageViews:
             return None
         return {name: {"text": text[:TEXT_CHARACTERS], "characters": len(text)} for name, text in texts.items()}
 
-    def _version(self, query: Query) -> dict[str, Any] | None:
-        return version_view(self.store, _required(query, "policy"), _required(query, "branch"), _number(query, "version"))
+    def _version(self, query: Query) -> dict[str, Any]:
+        policy, branch, version = _required(query, "policy"), _required(query, "branch"), _number(query, "version")
+        view = version_view(self.store, policy, branch, version)
+        if view is None:
+            missing = StoreError(f"the store knows no version {policy}@{version} on branch {branch}. /training lists those of each branch.")
+            missing.http_status = 404
+            raise missing
+        return view
 
     def _queue(self, query: Query) -> dict[str, Any]:
         state = query.get("state", "")

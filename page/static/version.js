@@ -9,8 +9,10 @@ const version = await ask(address("/api/version", query));
 const PARTS = Object.entries(version.Metrics).filter(([name]) => name.startsWith("seconds_") && name !== "seconds_step");
 title(`${version.Policy}@${version.Version}`);
 
-function link(number_, branch = version.Branch) {
-  return h("a", { href: address("/version", { policy: version.Policy, branch, version: number_ }) }, `${version.Policy}@${number_}`);
+// A version of this policy; without a branch the store knows none of that number.
+function link(number_, branch) {
+  const name = `${version.Policy}@${number_}${branch && branch !== version.Branch ? ` on ${branch}` : ""}`;
+  return branch ? h("a", { href: address("/version", { policy: version.Policy, branch, version: number_ }) }, name) : name;
 }
 
 const rollouts = version.groups.reduce((sum, group) => sum + group.rollouts.length, 0);
@@ -43,11 +45,11 @@ function step(name, ...content) {
 }
 
 put("lineage", lineagePicture(version), h("ol", { class: "lineage" },
-  step("Sampled by", version.sampledBy.length ? version.sampledBy.map((row) => h("p", {}, link(row.Sampled), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "unknown")),
+  step("Sampled by", version.sampledBy.length ? version.sampledBy.map((row) => h("p", {}, link(row.Sampled, row.Branch), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "unknown")),
   step("Batch", h("p", {}, h("a", { href: "#groups" }, `${counted(version.groups.length, "group")}, ${counted(rollouts, "rollout")}`))),
   step("This version", h("p", {}, h("strong", {}, `${version.Policy}@${version.Version}`)), version.Parent === null ? null : h("p", { class: "small" }, "from ", link(version.Parent, version.ParentBranch))),
   step("Children", version.children.length ? version.children.map((row) => h("p", {}, link(row.Version, row.Branch), row.Status === "committed" ? "" : ` ${row.Status}`)) : h("p", {}, "none yet")),
-  step("Trained on its rollouts", version.samples.length ? version.samples.map((row) => h("p", {}, link(row.Version), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "none yet"))));
+  step("Trained on its rollouts", version.samples.length ? version.samples.map((row) => h("p", {}, link(row.Version, row.Branch), ` ${counted(row.Calls, "call")}`)) : h("p", {}, "none yet"))));
 
 const picture = document.querySelector(".lineage-picture");
 picture.scrollLeft = (picture.scrollWidth - picture.clientWidth) / 2; // the version stands in the middle

@@ -350,7 +350,7 @@ def test_training_page_lists_skipped_groups_with_reasons(tab: Visitor, url: str)
 def test_version_page_shows_its_lineage_both_ways(tab: Visitor) -> None:
     page = tab.open("/version?policy=policy&branch=main&version=4")
     steps = [" ".join(text.split()) for text in page.locator(".lineage li").all_inner_texts()]
-    assert steps[3:] == ["Children policy@5", "Trained on its rollouts policy@5 2 calls"]
+    assert steps[3:] == ["Children policy@5", "Trained on its rollouts policy@5 on fork 1 call policy@5 2 calls"]
     page.get_by_role("link", name="policy@5").first.click()
     expect(page.locator("h1")).to_have_text("policy@5")
     expect(page.get_by_role("link", name="Play with it")).to_have_attribute("href", "/play?policy=policy&version=5")
@@ -498,6 +498,7 @@ def test_rollouts_export_holds_the_filtered_list(url: str) -> None:
         ("/api/rollout?id=absent", 404, "holds no span of rollout 'absent'."),
         ("/api/call?rollout=seen-1&trace=t&span=s", 404, "GET /api/call is not answered here."),
         ("/api/call?rollout=seen-1&trace=t", 400, "the address lacks span."),
+        ("/api/version?policy=policy&branch=side&version=3", 404, "the store knows no version policy@3 on branch side."),
         ("/api/rollout/turns?call=a.b.0.x", 400, "call = 'a.b.0.x' is not TRACE.SPAN.CHOICE.NANOSECONDS."),
         (f"/api/rollout/turns?call=a.b.0.{'9' * 400}", 400, "is not TRACE.SPAN.CHOICE.NANOSECONDS."),
         (f"/api/rollout/turns?call=a.b.{'9' * 400}.0", 400, "is not TRACE.SPAN.CHOICE.NANOSECONDS."),

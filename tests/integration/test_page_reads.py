@@ -70,3 +70,27 @@ def test_return_filter_leaves_out_rollouts_without_a_return(store: StoreSettings
     for expected, chosen in ((names.split(), chosen) for names, chosen in bounds.items()):
         assert sorted(row["RolloutId"] for row in page_of(page_store, chosen, RolloutOrder())["rows"]) == expected
         assert numbers_of(page_store, chosen)["Count"] == len(expected)
+
+
+def test_version_view_names_branches_of_versions_that_sampled_and_trained(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    """Versions 0 to 3 of main; branch fork begins with 2 and makes 4 of what 1, 2 and an unknown one sampled."""
+    lines = [
+        ("main", 0, None, ""),
+        *(("main", number, number - 1, "main") for number in (1, 2, 3)),
+        ("fork", 2, 2, "main"),
+        ("fork", 4, 2, "fork"),
+    ]
+    names = ("Branch", "Version", "Parent", "ParentBranch")
+    insert(store, "policy_versions", [{"Policy": run, "Status": "committed", **dict(zip(names, line, strict=True))} for line in lines])
+    trained = [("main", 3, "a", [2]), ("fork", 4, "b", [2, 1]), ("fork", 4, "c", [9])]
+    names = ("Branch", "Version", "CallId", "SampledVersions")
+    insert(store, "trained_calls", [{"Policy": run, "RolloutId": run, **dict(zip(names, call, strict=True))} for call in trained])
+
+    fork, base, begin = (
+        version_view(page_store, run, branch, version) or {} for branch, version in (("fork", 4), ("main", 2), ("fork", 2))
+    )
+
+    sampled = [(row["Sampled"], row["Branch"], row["Calls"]) for row in fork["sampledBy"]]
+    assert sampled == [(9, "", 1), (2, "main", 1), (1, "main", 1)]
+    for view in (base, begin):
+        assert [(row["Version"], row["Branch"], row["Calls"]) for row in view["samples"]] == [(3, "main", 1), (4, "fork", 1)]
