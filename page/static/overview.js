@@ -11,6 +11,7 @@ const CHARTS = {
   Drops: { drops: "drops" },
 };
 const steps = new Map(); // by version: the server sends each step once, and again where it changed
+const AGAIN = 3000; // milliseconds until another stream of events is asked for
 let drawn = "";
 
 function show(found) {
@@ -50,10 +51,19 @@ function show(found) {
   }
 }
 
-const events = new EventSource("/events/overview");
-events.addEventListener("message", (event) => {
-  show(JSON.parse(event.data));
-  put("live", "live");
-  ready();
-});
-events.addEventListener("error", () => put("live", "not connected: trying again"));
+function listen() {
+  const events = new EventSource("/events/overview");
+  events.addEventListener("message", (event) => {
+    show(JSON.parse(event.data));
+    put("live", "live");
+    ready();
+  });
+  events.addEventListener("error", async () => {
+    put("live", "not connected: trying again");
+    if (events.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    await ask("/api/overview").catch(() => null); // without a login it leads there
+    setTimeout(listen, AGAIN);
+  });
+}
+
+listen();

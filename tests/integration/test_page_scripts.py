@@ -74,6 +74,21 @@ def test_overview_new_versions_end_the_charts_before_them(visitor: Visitor, stor
     assert page.evaluate(PLOTS) == page.locator(".chart").count() == 1
 
 
+def test_overview_stream_that_was_refused_is_asked_for_again(visitor: Visitor) -> None:
+    visitor.page.route("**/events/overview", lambda route: route.fulfill(status=502, body="Bad Gateway"), times=1)
+    page = visitor.open("/")
+    expect(page.locator("#live")).to_have_text("live")
+    visitor.faults.clear()  # the browser reports the status
+
+
+def test_overview_stream_without_a_login_leads_to_it(visitor: Visitor) -> None:
+    for path in ("events", "api"):
+        visitor.page.route(f"**/{path}/overview", lambda route: route.fulfill(status=401, body="this page asks for its token"))
+    visitor.page.goto(visitor.url)
+    visitor.page.wait_for_url("**/login?next=%2F")
+    visitor.faults.clear()
+
+
 def test_rollouts_numbers_of_an_older_filter_do_not_replace_the_newer(visitor: Visitor) -> None:
     held: list[Route] = []
     page = visitor.open("/rollouts")
