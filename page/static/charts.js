@@ -21,6 +21,11 @@ function colour(name) {
   return value;
 }
 
+// Texts of ticks, each with the digits that tell it from the next; steps are 1, 2, 2.5 or 5 of a power of ten.
+function tickTexts(plot, ticks, axis, space, step) {
+  return ticks.map((tick) => number(tick, Math.max(3, Math.ceil(Math.log10(Math.abs(tick) / step)) + 2)));
+}
+
 // xs: versions; series: [{label, values}]; onPick(version) is called by a click.
 export function chart(element, label, xs, series, onPick) {
   const figure = h("figure", { class: "chart" }, h("figcaption", {}, label));
@@ -38,7 +43,7 @@ export function chart(element, label, xs, series, onPick) {
     height: HEIGHT,
     scales: { x: { time: false } },
     cursor: { sync: { key: synchronised.key }, drag: { x: true, y: false } },
-    axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+    axes: [{ ...axis, size: 28 }, { ...axis, size: 56, values: tickTexts }],
     series: [{ label: "version", value: (_, value) => (value === null ? "–" : String(value)) }, ...series.map(({ label: name }, index) => ({
       label: name, stroke: colour(COLOURS[index % COLOURS.length]), width: 1.5, spanGaps: true, points: { show: xs.length < 3 },
       value: (_, value) => number(value) }))],

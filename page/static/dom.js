@@ -99,11 +99,13 @@ export function clearProblem() {
   document.getElementById("problem").hidden = true;
 }
 
+// A number of so many significant digits, or more: what stands before the point is never cut.
 export function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  const shown = Number(value.toPrecision(digits));
-  return Math.abs(shown) < 1e-4 ? shown.toExponential() : shown.toString();
+  const kept = Math.max(digits, Math.trunc(Math.abs(value)).toString().length);
+  const shown = Number(value.toPrecision(kept));
+  return Math.abs(shown) < 1e-4 ? shown.toExponential() : shown.toLocaleString("en", { maximumSignificantDigits: kept });
 }
 
 // A return; of a rollout whose rewards name several roles those of each, never their sum.

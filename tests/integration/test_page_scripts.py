@@ -112,3 +112,24 @@ def test_call_page_late_texts_do_not_replace_the_tokens(visitor: Visitor) -> Non
     held[0].fulfill(json={part: {"text": "late", "characters": 4} for part in ("request", "response")})
     page.wait_for_timeout(500)
     expect(page.locator("#response .token")).to_have_text(["17"])
+
+
+def test_number_keeps_all_digits_before_the_point(visitor: Visitor) -> None:
+    page = visitor.open("/queue")
+    shown = "async (values) => { const { number } = await import('/static/dom.js'); return values.map((value) => number(value)); }"
+    values = [1234.5, 1234, 999.6, -45678.9, 0.12345, 99.96, 0.00001234]
+    assert page.evaluate(shown, values) == ["1,235", "1,234", "1,000", "-45,679", "0.123", "100", "1.23e-5"]
+
+
+@pytest.mark.parametrize("values", [[0.9975, 0.9985], [1234.1, 1234.4], [0.0, 1.0]])
+def test_chart_ticks_differ_from_each_other(visitor: Visitor, values: list[float]) -> None:
+    page = visitor.open("/queue")
+    draw = """async (values) => {
+        const { chart } = await import('/static/charts.js');
+        const plot = chart(document.querySelector('main'), 'x', [1, 2], [{ label: 'a', values }]);
+        await new Promise(requestAnimationFrame);
+        return plot.axes[1]._values;
+    }"""
+    ticks = page.evaluate(draw, values)
+    assert len(ticks) > 2
+    assert len(set(ticks)) == len(ticks), ticks
