@@ -101,7 +101,8 @@ function token(part, sequence, index) {
 
 function describe(part, sequence, index) {
   described = [part, sequence, index];
-  const words = [`token ${index + 1} of the ${part}`, `id ${sequence.ids[index]}`];
+  const folded = part === "prompt" ? call.promptTokens - sequence.ids.length : 0;
+  const words = [`token ${folded + index + 1} of the ${part}`, `id ${sequence.ids[index]}`];
   if (sequence.pieces) words.push(`text ${JSON.stringify(sequence.pieces[index])}`);
   if (part === "response") {
     const value = logprobs[index];

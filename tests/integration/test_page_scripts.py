@@ -114,6 +114,15 @@ def test_call_page_late_texts_do_not_replace_the_tokens(visitor: Visitor) -> Non
     expect(page.locator("#response .token")).to_have_text(["17"])
 
 
+def test_call_page_tokens_of_a_folded_prompt_have_their_own_numbers(visitor: Visitor) -> None:
+    answer_call(visitor.page)
+    page = visitor.open(CALL_PATH)
+    page.locator("#prompt .token").last.hover()
+    expect(page.locator("#token")).to_have_text("token 6 of the prompt · id 16")
+    page.locator("#response .token").hover()
+    expect(page.locator("#token")).to_contain_text("token 1 of the response")
+
+
 def test_number_keeps_all_digits_before_the_point(visitor: Visitor) -> None:
     page = visitor.open("/queue")
     shown = "async (values) => { const { number } = await import('/static/dom.js'); return values.map((value) => number(value)); }"
