@@ -113,6 +113,7 @@ class PlaySession:
         if self._transport is None or self._turn is None or turn != self._turn:
             raise ValueError(f"turn {turn} does not wait for a reply: it has one, or its time is over.")
         self._turn = None
+        self._add({"kind": "replied", "turn": turn})
         await self._transport.send(msgspec.json.encode({"turn": turn, "text": text}))
 
     async def leave(self, sentence: str) -> None:

@@ -7,7 +7,7 @@ const rollout = query.get("id");
 const reply = document.getElementById("reply");
 const log = document.getElementById("log");
 const state = document.getElementById("state");
-let turn = null;
+let turn = null; // the turn that waits for a reply, by the events
 
 if (rollout) follow();
 else await choose();
@@ -47,6 +47,7 @@ function follow() {
   const source = new EventSource(address("/events/play", { id: rollout }));
   source.addEventListener("error", () => {
     if (source.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    turn = null;
     wait("This episode is not played here any more.");
     after();
   });
@@ -57,7 +58,7 @@ function follow() {
     const answer = { rollout, turn, text: reply.elements.text.value };
     wait("Waiting…");
     if (await tell(answer)) reply.elements.text.value = "";
-    else myTurn(answer.turn);
+    else if (turn === answer.turn) myTurn();
   });
 }
 
@@ -73,23 +74,26 @@ function show(event, source) {
       h("div", { class: "text" }, event.text)));
     log.lastChild.scrollIntoView({ block: "nearest" });
   } else if (event.kind === "turn") {
-    myTurn(event.turn);
+    turn = event.turn;
+    myTurn();
+  } else if (event.kind === "replied") {
+    turn = null;
+    wait("Waiting…");
   } else {
+    turn = null;
     source.close();
     wait(`${event.outcome === "done" ? "It has ended" : event.outcome === "left" ? "It was ended" : "It failed"}: ${event.text}`);
     after();
   }
 }
 
-function myTurn(number) {
-  turn = number;
-  state.textContent = `It is your turn, number ${number}.`;
+function myTurn() {
+  state.textContent = `It is your turn, number ${turn}.`;
   reply.hidden = false;
   reply.elements.text.focus();
 }
 
 function wait(sentence) {
-  turn = null;
   reply.hidden = true;
   state.textContent = visible(sentence);
 }

@@ -142,3 +142,28 @@ def test_chart_ticks_differ_from_each_other(visitor: Visitor, values: list[float
     ticks = page.evaluate(draw, values)
     assert len(ticks) > 2
     assert len(set(ticks)) == len(ticks), ticks
+
+
+def test_play_page_offers_no_turn_that_has_a_reply(visitor: Visitor) -> None:
+    """Each stream of events ends after the events that are there; the answer to the reply comes after them, and is a refusal."""
+    page, held = visitor.page, list[Route]()
+    turn = [{"kind": "begin", "environment": "nim", "person": True, "rollout": "r"}, {"kind": "turn", "turn": 1}]
+    replied = [{"kind": "replied", "turn": 1}, {"kind": "message", "by": "user", "text": "next"}]
+    waiting = [replied, turn]
+
+    def answer(route: Route) -> None:
+        events = waiting.pop() if len(waiting) == 2 or (held and waiting) else []
+        lines = ["retry: 200", *(f"data: {json.dumps(event)}" for event in events), ""]
+        route.fulfill(content_type="text/event-stream", body="\n\n".join(lines))
+
+    page.route("**/events/play?*", answer)
+    page.route("**/api/play", lambda route: held.append(route))
+    visitor.open("/play?id=r")
+    page.get_by_label("Your reply").fill("3")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#log .text").first).to_have_text("next")
+    held[0].fulfill(status=400, json={"error": "turn 1 does not wait for a reply"})
+    expect(page.get_by_role("alert")).to_contain_text("turn 1 does not wait")
+    expect(page.locator("#state")).to_have_text("Waiting…")
+    expect(page.get_by_label("Your reply")).to_be_hidden()
+    visitor.faults.clear()  # the browser reports the status

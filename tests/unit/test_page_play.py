@@ -88,8 +88,9 @@ async def test_session_passes_messages_and_replies_until_the_end() -> None:
     await session.reply(1, "3")
     script.write(end="1 turns, return +1.")
     events = await whole(session)
-    assert [event["kind"] for event in events] == ["begin", "message", "turn", "end"]
+    assert [event["kind"] for event in events] == ["begin", "message", "turn", "replied", "end"]
     assert events[1] == {"kind": "message", "role": "first", "by": "user", "text": "5 sticks"}
+    assert events[3] == {"kind": "replied", "turn": 1}, "a browser that loads the page again offers no turn that has a reply"
     assert events[-1] == {"kind": "end", "outcome": "done", "text": "1 turns, return +1."}
     assert script.sent == [{"turn": 1, "text": "3"}]
     assert await whole(session, 3) == events[3:], "a browser that connects again gets what it lacks"
