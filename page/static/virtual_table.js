@@ -91,10 +91,10 @@ export class VirtualTable {
     return h("tr", { class: "space", "aria-hidden": "true" }, h("td", { colspan: this.columns.length, style: { height: `${count * ROW}px` } }));
   }
 
-  // Arrow keys and j, k go from row to row: the row's first link has the focus.
+  // Arrow keys and j, k go from row to row: the row's first link has the focus. Rows without links are scrolled by the browser.
   key(event) {
     const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
-    if (!step || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (!step || event.ctrlKey || event.metaKey || event.altKey || !this.body.querySelector("a")) return;
     const focused = document.activeElement?.closest?.("tr")?.getAttribute("aria-rowindex");
     const index = focused ? Number(focused) - 2 + step : Math.ceil(this.region.scrollTop / ROW);
     if (index < 0 || index >= this.rows.length) return;

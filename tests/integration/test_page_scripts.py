@@ -167,3 +167,12 @@ def test_play_page_offers_no_turn_that_has_a_reply(visitor: Visitor) -> None:
     expect(page.locator("#state")).to_have_text("Waiting…")
     expect(page.get_by_label("Your reply")).to_be_hidden()
     visitor.faults.clear()  # the browser reports the status
+
+
+def test_virtual_table_without_links_scrolls_by_arrow_keys(visitor: Visitor) -> None:
+    row = {"AskedMs": 1, "Author": "Ada", "Address": "::1", "Action": "pin", "Arguments": "{}", "Outcome": "done", "Sentence": "It stays."}
+    visitor.page.route("**/api/actions", lambda route: route.fulfill(json={"rows": [row] * 200, "after": None}))
+    page = visitor.open("/actions")
+    page.locator("#list").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("() => document.getElementById('list').scrollTop > 0")
