@@ -14,21 +14,22 @@ from page.reading import PageStore
 from page.services import services_of
 from page.training import branches_of, steps_of
 from spangrad.settings import Settings
-from spangrad.store.built_rollouts import arrived_drops_sql, ended_rollouts_sql, revisions_sql
+from spangrad.store.built_rollouts import arrived_drops_sql, ended_rollouts_sql, newest_revisions_sql, revisions_sql
 from spangrad.store.datasets import built_sql
 
 FRESH_SECONDS = 3.0
 """Time for which an overview is shown to others, in seconds, and the pause between two of a stream."""
 STEPS = 200
 """Number of newest steps whose curves are shown."""
+_LAST_HOUR = "IngestedAt > now64(6) - INTERVAL 1 HOUR"
 _ROLLOUTS = f"""
 SELECT count() AS Built, countIf(Outcome = 'succeeded') AS Succeeded, avg(Return) AS Mean, avgMap(ReturnsByRole) AS MeanByRole,
     sum(Drops) AS Drops, toUnixTimestamp64Milli(max(IngestedAt)) AS LastMs, toUnixTimestamp64Milli(now64(6)) AS NowMs
-FROM {revisions_sql()} WHERE IngestedAt > now64(6) - INTERVAL 1 HOUR
+FROM {revisions_sql()} WHERE {_LAST_HOUR} AND (BuildId, IngestedAt) IN {newest_revisions_sql(_LAST_HOUR)}
 """
 _WAITING = f"""
 SELECT uniqExact(RolloutId) AS Waiting, toUnixTimestamp64Milli(min(Timestamp)) AS OldestMs
-FROM {ended_rollouts_sql("IngestedAt > now64(6) - INTERVAL 1 HOUR")}
+FROM {ended_rollouts_sql(_LAST_HOUR)}
 WHERE RolloutId NOT IN {built_sql("IngestedAt > now64(6) - INTERVAL 2 HOUR")}
 """
 _DROPS = f"""

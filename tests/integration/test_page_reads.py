@@ -94,3 +94,11 @@ def test_version_view_names_branches_of_versions_that_sampled_and_trained(store:
     assert sampled == [(9, "", 1), (2, "main", 1), (1, "main", 1)]
     for view in (base, begin):
         assert [(row["Version"], row["Branch"], row["Calls"]) for row in view["samples"]] == [(3, "main", 1), (4, "fork", 1)]
+
+
+def test_overview_rollout_of_two_revisions_counts_once_as_its_newest(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    now = datetime.now(UTC)
+    first, newest = build(run, "a", {"": 0.0}, IngestedAt=now), build(run, "a", {"": 1.0}, Revision=1, Drops=2, IngestedAt=now)
+    insert(store, "builds", [first, newest, build(run, "old", {"": 5.0})])
+    rollouts = OverviewReader(page_store, Settings(store=store)).read()["rollouts"]
+    assert (rollouts["Built"], rollouts["Succeeded"], rollouts["Mean"], rollouts["Drops"]) == (1, 1, 1.0, 2)
