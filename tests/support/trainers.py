@@ -200,10 +200,10 @@ class FakePublisher(Publisher):
         return 0.25
 
 
-def write_base(directory: Path) -> Path:
+def write_base(directory: Path, weight: float = 0.0) -> Path:
     """A model directory that holds one weight."""
     directory.mkdir()
-    save_file({"weight": np.zeros(1, np.float32)}, directory / "model.safetensors")
+    save_file({"weight": np.array([weight], np.float32)}, directory / "model.safetensors")
     (directory / "tokenizer.json").write_text("{}")
     (directory / "config.json").write_text("{}")
     return directory

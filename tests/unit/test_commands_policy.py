@@ -141,7 +141,7 @@ def test_trainer_publishes_head_after_rollback_without_publication(
     else:
         trainer.start()
     assert json.loads(served.read_text())[-1] == 1
-    assert "version 1 is served (0.25 s): the branch went back from 2" in caplog.text
+    assert "version 1 is served (0.25 s) in place of version 2" in caplog.text
     served.write_text("[9]")
     with pytest.raises(GatewayError, match="version 1 is not newer than what is served"):
         trainer.start()  # nobody here has made version 9: whose is it?

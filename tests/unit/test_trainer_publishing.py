@@ -102,6 +102,15 @@ def test_publication_refused_for_good_ends_run(tmp_path: Path, base: Path, follo
     assert list(committed(trainer)) == [0, 1], "what was trained stays committed"
 
 
+def test_head_replaces_a_newer_version_of_another_branch_that_is_served(tmp_path: Path, base: Path) -> None:
+    trainer = wired(settings(base, tmp_path / "policies"), FakeSource([]))
+    # Weights of its own: the branch begins with version 1, which main has not.
+    other = wired(settings(write_base(tmp_path / "other", 7.0), tmp_path / "policies", branch="other"), FakeSource([]))
+    assert (served(other.settings), trainer.ledger.statuses().keys()) == ([0, 0, 1], {0}), "as after `spangrad policy publish`"
+    trainer._publish_again()  # pyright: ignore[reportPrivateUsage]
+    assert served(trainer.settings)[-1] == 0
+
+
 def test_publication_at_end_of_run_is_awaited_until_start_timeout(tmp_path: Path, base: Path) -> None:
     chosen = settings(base, tmp_path / "policies")
     chosen = chosen.model_copy(update={"engine": chosen.engine.model_copy(update={"start_timeout_seconds": 0.3})})

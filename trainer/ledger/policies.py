@@ -1,6 +1,7 @@
 """Read-only view of the whole ledger: every branch of every policy.
 
-In: an opened ledger. Out: an `Overview`, and the trainers that skipped a group. Invariant: each answer is read in one transaction.
+In: an opened ledger. Out: an `Overview`, whether a version is known, and the trainers that skipped a group.
+Invariant: each answer is read in one transaction.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ def overview(database: LedgerDatabase) -> Overview:
             {(row.policy, row.version) for row in transaction.execute(sa.select(PINS))},
             {(row.policy, row.branch): shown(row.holder) for row in transaction.execute(sa.select(LEASES))},
         )
+
+
+def has_version(database: LedgerDatabase, policy: str, number: int) -> bool:
+    """Return whether a branch of a policy has a version of that number, whatever its status."""
+    with database.reading() as transaction:
+        known = sa.select(VERSIONS.c.version).where(VERSIONS.c.policy == policy, VERSIONS.c.version == number)
+        return transaction.execute(known).first() is not None
 
 
 def skipped_by(database: LedgerDatabase, group: Group) -> list[tuple[str, str, str, str]]:

@@ -20,6 +20,7 @@ import tenacity
 from spangrad.errors import GatewayError, LedgerError
 from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
+from trainer.ledger.policies import has_version
 from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
 from trainer.publish.offers import WeightSource
@@ -208,15 +209,17 @@ class HeadPublisher:
             raise GatewayError(f"the gateway at {self._settings.gateway.url} has no engine. Start one with `spangrad engine`.")
 
     def _attempt(self, held: int | None = None, weights: WeightSource | None = None) -> ServedHead | None:
-        """Publish the head, even if it is older than the served version: after a rollback that did not reach the gateway.
+        """Publish the head, even if it is older than the served version.
+
+        It is after a rollback that did not reach the gateway, or where another branch's version was published.
 
         Args:
             held: version of `weights`.
             weights: parameters that are in memory. None: they are read from files.
         """
         served = self.publisher.served(self._policy)
-        head = newest_version(self._ledger)  # read last: a served version that is newer was committed before, and the head was moved since
-        back = served is not None and head.version < served and served in self._ledger.statuses()
+        head = newest_version(self._ledger)  # read last: a served version of this branch that is newer was its head before
+        back = served is not None and head.version < served and has_version(self._ledger.database, self._policy, served)
         path = Path(head.policy_version.path)
         chosen = weights if weights and head.version == held else self._from_files(path)
         try:
@@ -227,7 +230,7 @@ class HeadPublisher:
             raise
         self.outage.over()
         self._phases.enter(head.version)
-        logger.info("version %d is served (%.2f s)%s", head.version, seconds, f": the branch went back from {served}" if back else "")
+        logger.info("version %d is served (%.2f s)%s", head.version, seconds, f" in place of version {served}" if back else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
         sent = {f"bytes_publish_{kind}": float(count) for kind, count in self.publisher.sent.items() if count}
         return ServedHead(head.version, {"seconds_publish": seconds, **stages, **sent, **self._engine_idle()})
