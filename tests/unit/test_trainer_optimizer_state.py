@@ -149,6 +149,29 @@ def test_trainer_after_crash_replays_pinned_versions(tmp_path: Path, base: Path)
     assert again(dead).loaded.version == 3
 
 
+@pytest.mark.parametrize(("after_crash", "begins_at"), [("replay", 4), ("orphan", 1)])
+def test_branch_without_state_restarts_after_its_parent_was_pruned(tmp_path: Path, base: Path, after_crash: str, begins_at: int) -> None:
+    facts = {"checkpoint__every": 9, "checkpoint__keep": 1}
+    main = wired(settings(base, tmp_path / "policies", **facts), FakeSource([*"ab"]))
+    main.run(follow=False)
+    beginning = Path(main.ledger.version(1).policy_version.path)
+    crashed(beginning, tmp_path / "policies", 1, branch="fork", **facts)
+    main.source = FakeSource([*"abcd"], changes=dict.fromkeys("cd", main.source.changes["a"]))  # type: ignore[attr-defined]
+    main.run(follow=False)
+    dead = crashed(beginning, tmp_path / "policies", 2, branch="fork", checkpoint__after_crash=after_crash, **facts)
+    assert (dead.ledger.lineage(), with_state(dead)) == ([0, 1, 4], [1])
+    prune(main.ledger, main.settings)
+    assert again(dead).loaded.version == begins_at
+
+
+def test_trainer_after_crash_orphans_nothing_where_the_state_is_damaged(tmp_path: Path, base: Path) -> None:
+    dead = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
+    (Path(dead.ledger.version(2).policy_version.path) / "optimizer/weight").unlink()
+    with pytest.raises(CheckpointError, match="optimizer/weight is missing"):
+        again(dead)
+    assert dead.ledger.version(3).status is VersionStatus.COMMITTED
+
+
 def test_trainer_beside_running_one_orphans_none_of_its_versions(tmp_path: Path, base: Path) -> None:
     trainer = crashed(base, tmp_path / "policies", 4, checkpoint__every=2, checkpoint__after_crash="orphan")
     with running_trainer(trainer.ledger, settings(base, tmp_path / "policies", checkpoint__every=2)):

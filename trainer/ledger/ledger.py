@@ -306,14 +306,14 @@ class Ledger:
         return self._line.lineage(version)
 
     def parents_of_other_branches(self) -> set[int]:
-        """Return the versions of this branch that are heads of other branches, which began with them: their files are still needed.
+        """Return the versions of this branch that other branches began with, and whose steps may be replayed from there.
 
         The parent branch of a first version does not matter: several branches may begin with one version, whose files its maker holds.
         """
         with self.database.reading() as transaction:
-            others = sa.select(HEADS.c.version).where(HEADS.c.policy == self._branch["policy"], HEADS.c.branch != self._branch["branch"])
-            query = sa.select(VERSIONS.c.version).where(*self._of_branch(VERSIONS), VERSIONS.c.version.in_(others))
-            return set(transaction.execute(query).scalars())
+            of_others = sa.select(VERSIONS.c.version).where(self._policy(), VERSIONS.c.branch != self._branch["branch"])
+            where = (*self._of_branch(VERSIONS), VERSIONS.c.version.in_(of_others.where(VERSIONS.c.batch_id.is_(None))))
+            return set(transaction.execute(sa.select(VERSIONS.c.version).where(*where)).scalars())
 
     def pin(self, version: int, holder: str = "") -> None:
         """Keep a version's files regardless of trainer.checkpoint.keep; idempotent.

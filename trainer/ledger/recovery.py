@@ -92,7 +92,7 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
     """Yield the head from which a trainer of the branch goes on, after trainer.checkpoint.after_crash; it counts as running in the block.
 
     Raises:
-        CheckpointError: the directory of the branch's versions cannot be written.
+        CheckpointError: the directory of the branch's versions cannot be written, or the version to go back to is damaged.
     """
     trainer = settings.trainer
     versions = checkpoint.branch_directory(trainer.directory, trainer.policy, trainer.branch)
@@ -127,11 +127,15 @@ def _orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
 
     Their rollouts are free again. Versions are kept, and replayed, where one of them is pinned or another step is under way. The caller
     ensures that no trainer runs that may have their optimizer state in memory.
+
+    Raises:
+        CheckpointError: the version with that state is not what was committed.
     """
     newest, trainer = newest_version(ledger), settings.trainer
     base, lost = steps_since_state(ledger, newest)
     if trainer.checkpoint.after_crash == "replay" or not lost or ledger.pinned() & {version.version for version in lost}:
         return newest
+    checkpoint.verify(Path(base.policy_version.path), base.policy_version.checksum)  # training goes on from there
     if not ledger.orphan(lost, base.version):
         return newest
     checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
