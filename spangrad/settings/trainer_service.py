@@ -90,7 +90,8 @@ class CheckpointSettings(Section):
     """Time after which the optimizer's state is written even if fewer steps were made, in minutes. None: steps alone decide."""
     after_crash: Literal["replay", "orphan"] = "replay"
     """Treatment of the steps since the last state that was written: their batches are trained again, so that the state is restored
-    (replay), or their versions are orphaned and their rollouts are free again (orphan), unless another trainer of the branch runs."""
+    (replay), or their versions are orphaned and their rollouts are free again (orphan), unless one of them is pinned, other versions
+    came of one, or another trainer of the branch runs."""
     keep: int = Field(default=3, ge=1)
     """Number of newest checkpoints that are kept, beside pinned ones and those still needed."""
     best_metric: Annotated[str, AfterValidator(_given_by_validation)] = "validate_return"

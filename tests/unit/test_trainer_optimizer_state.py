@@ -149,6 +149,25 @@ def test_trainer_after_crash_replays_pinned_versions(tmp_path: Path, base: Path)
     assert again(dead).loaded.version == 3
 
 
+def test_trainer_after_crash_replays_versions_that_other_branches_began_with(tmp_path: Path, base: Path) -> None:
+    dead = crashed(base, tmp_path / "policies", 4, checkpoint__every=9, checkpoint__after_crash="orphan")
+    fork = wired(settings(Path(dead.ledger.version(2).policy_version.path), tmp_path / "policies", branch="fork"), FakeSource([]))
+    assert fork.ledger.lineage() == [0, 1, 2]
+    assert again(dead).loaded.version == 3
+    checkpoint.verify(Path(fork.loaded.policy_version.path), fork.loaded.policy_version.checksum)
+
+
+def test_trainer_after_rollback_replays_versions_that_others_came_of(tmp_path: Path, base: Path) -> None:
+    trainer = wired(
+        settings(base, tmp_path / "policies", checkpoint__every=4, checkpoint__keep=9, checkpoint__after_crash="orphan"), FakeSource(GROUPS)
+    )
+    trainer.run(follow=False)
+    assert with_state(trainer) == [4, 6]
+    trainer.ledger.rollback(3)
+    assert again(trainer).loaded.version == 3
+    assert list(committed(trainer)) == [*range(7)]
+
+
 @pytest.mark.parametrize(("after_crash", "begins_at"), [("replay", 4), ("orphan", 1)])
 def test_branch_without_state_restarts_after_its_parent_was_pruned(tmp_path: Path, base: Path, after_crash: str, begins_at: int) -> None:
     facts = {"checkpoint__every": 9, "checkpoint__keep": 1}

@@ -33,7 +33,7 @@ from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.file_batches import FileBatch
-from trainer.ledger.lineage import VersionLine, ancestry, head_of, parents
+from trainer.ledger.lineage import VersionLine, ancestry, free_number, has_other_children, head_of, parents
 from trainer.ledger.skipped_groups import SkippedGroups
 from trainer.ledger.tables import BATCH_ROLLOUTS, HEADS, LEASES, PINS, VERSIONS, LedgerDatabase, LedgerVersion, equal_to, version_of
 
@@ -146,7 +146,7 @@ class Ledger:
                 self._undo(transaction, row["batch_id"])
             if parent not in {None, head}:
                 return None
-            lease = BatchLease(uuid.uuid4().hex, self._free_number(transaction), head)
+            lease = BatchLease(uuid.uuid4().hex, free_number(transaction, self._branch["policy"]), head)
             runs, modes = {rollout.group.run_id for rollout in rollouts}, {rollout.group.mode for rollout in rollouts}
             values = {**self._branch, "batch_id": lease.batch_id, "version": lease.version}
             of_version = {**values, "parent": head, "parent_branch": self._branch["branch"]}
@@ -217,8 +217,7 @@ class Ledger:
             if row_of_version is None:
                 policy, branch = self._branch.values()
                 raise LedgerError(f"branch {branch} of {policy} has committed no version {version}. `spangrad policy list` shows them.")
-            row = self._lease(transaction)
-            if row:
+            if row := self._lease(transaction):
                 self._undo(transaction, row["batch_id"])
             transaction.execute(HEADS.update().where(*self._of_branch(HEADS)).values(version=version))
             return version_of(row_of_version)
@@ -231,10 +230,13 @@ class Ledger:
             head: version that is trained next.
 
         Returns:
-            False: a step is under way, or the head has moved meanwhile; nothing has changed.
+            False: a step is under way, the head has moved meanwhile, one of them is pinned, or another version came of one, as after a
+            rollback or on another branch; nothing has changed.
         """
+        numbers = {version.version for version in versions}
         with self.database.transaction() as transaction:
-            if self._lease(transaction) or self._head(transaction) != versions[-1].version:
+            is_head = self._head(transaction) == versions[-1].version and not self._lease(transaction)
+            if not is_head or numbers & self._pinned(transaction) or has_other_children(transaction, self._branch, numbers):
                 return False
             for version in versions:
                 self._undo(transaction, version.policy_version.batch_id or "")
@@ -340,7 +342,7 @@ class Ledger:
     def pinned(self) -> set[int]:
         """Return the versions of the policy whose files are kept."""
         with self.database.reading() as transaction:
-            return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
+            return self._pinned(transaction)
 
     def holder(self) -> str | None:
         """Return a readable name of the process whose step is under way. None: no step is."""
@@ -364,6 +366,9 @@ class Ledger:
 
     def _policy(self) -> sa.ColumnElement[bool]:
         return VERSIONS.c.policy == self._branch["policy"]
+
+    def _pinned(self, transaction: sa.Connection) -> set[int]:
+        return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
 
     def _head(self, transaction: sa.Connection) -> int | None:
         return head_of(transaction, self._branch)
@@ -392,9 +397,4 @@ class Ledger:
         )
         order = ((VERSIONS.c.path == path).desc(), VERSIONS.c.version.desc(), VERSIONS.c.branch)
         known = transaction.execute(same.order_by(*order)).first()
-        return (known.version, known.branch) if known else (self._free_number(transaction), None)
-
-    def _free_number(self, transaction: sa.Connection) -> int:
-        """Return the policy's next version number, over all its branches."""
-        newest = transaction.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(self._policy())).scalar()
-        return 0 if newest is None else newest + 1
+        return (known.version, known.branch) if known else (free_number(transaction, self._branch["policy"]), None)

@@ -5,7 +5,7 @@ Invariant: history is read once. After that, the versions that may have changed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
@@ -85,6 +85,21 @@ class VersionLine:
 def head_of(connection: sa.Connection, branch: Mapping[str, str]) -> int | None:
     """Return the version that a branch's next step trains. None: the branch has not begun."""
     return connection.execute(sa.select(HEADS.c.version).where(*equal_to(HEADS, branch))).scalar()
+
+
+def free_number(connection: sa.Connection, policy: str) -> int:
+    """Return a policy's next version number, over all its branches."""
+    newest = connection.execute(sa.select(sa.func.max(VERSIONS.c.version)).where(VERSIONS.c.policy == policy)).scalar()
+    return 0 if newest is None else newest + 1
+
+
+def has_other_children(connection: sa.Connection, branch: Mapping[str, str], versions: Collection[int]) -> bool:
+    """Return whether a committed version that is not among some of a branch has one of them as its parent; another branch's first may."""
+    columns = (VERSIONS.c.branch, VERSIONS.c.version, VERSIONS.c.parent)
+    of_branch = (VERSIONS.c.policy == branch["policy"], VERSIONS.c.parent_branch == branch["branch"])
+    where = (*of_branch, VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.parent >= min(versions))
+    children = connection.execute(sa.select(*columns).where(*where))
+    return any(parent in versions and not (name == branch["branch"] and version in versions) for name, version, parent in children)
 
 
 def parents(connection: sa.Connection, policy: str) -> dict[tuple[str, int], tuple[str, int | None]]:

@@ -125,15 +125,15 @@ def _locked(file: IO[str], kind: int) -> bool:
 def _orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
     """Orphan the versions since the last optimizer state that was written, where trainer.checkpoint.after_crash says so; return the head.
 
-    Their rollouts are free again. Versions are kept, and replayed, where one of them is pinned or another step is under way. The caller
-    ensures that no trainer runs that may have their optimizer state in memory.
+    Their rollouts are free again. Versions are kept, and replayed, where another step is under way, or one of them is still needed
+    (`Ledger.orphan`). The caller ensures that no trainer runs that may have their optimizer state in memory.
 
     Raises:
         CheckpointError: the version with that state is not what was committed.
     """
     newest, trainer = newest_version(ledger), settings.trainer
     base, lost = steps_since_state(ledger, newest)
-    if trainer.checkpoint.after_crash == "replay" or not lost or ledger.pinned() & {version.version for version in lost}:
+    if trainer.checkpoint.after_crash == "replay" or not lost:
         return newest
     checkpoint.verify(Path(base.policy_version.path), base.policy_version.checksum)  # training goes on from there
     if not ledger.orphan(lost, base.version):
