@@ -61,6 +61,7 @@ def trainer_after(steps: int, directory: Path, max_staleness: int) -> Trainer:
             "group_id": f"s{number}-{place}",
             "basis": first.ledger.skips.bases[SkipReason.EQUAL],
             "version": number,
+            "committed": number - 1,
             "skipped_at": 0,
         }
         for number in range(2, steps + 1)
@@ -135,7 +136,14 @@ def skips_of(steps: int, directory: Path) -> SkippedGroups:
     """Return the skipped groups of a branch of so many steps: some of each step, entered in any order."""
     facts = {**OF_BRANCH, "run_id": "run", "mode": "train", "build_spec": SPEC, "detail": "", "basis": "{}"}
     rows = [
-        {**facts, "group_id": f"{number}-{place}", "reason": reason.value, "version": number, "skipped_at": 1000 * number + place // 2}
+        {
+            **facts,
+            "group_id": f"{number}-{place}",
+            "reason": reason.value,
+            "version": number,
+            "committed": number,
+            "skipped_at": 1000 * number + place // 2,
+        }
         for number in range(steps)
         for place, reason in enumerate([SkipReason.STALE, *[SkipReason.EQUAL] * (GROUPS - 1)])
     ]

@@ -22,6 +22,7 @@ from trainer import loop
 from trainer.data import batch_queue
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Group, Loaded, missing_rows
+from trainer.ledger import skipped_groups
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import Skip, SkipReason
 
@@ -264,6 +265,32 @@ def test_setting_changed_restores_groups_skipped_for_it(tmp_path: Path, base: Pa
     assert committed(raised)[2] == ["c-0", "c-1", "d-0", "d-1"]
     assert raised.ledger.skips.reasons() == {group("e"): SkipReason.CONTRADICTORY}
     assert "2 groups that were skipped as stale are looked at again: what the reason depends on has changed" in caplog.text
+
+
+def test_skip_beside_a_step_holds_once_the_version_of_the_step_is_committed(tmp_path: Path, base: Path):
+    class Looking(FakeOptimizer):
+        def step(self, batch: Batch, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+            skip(trainer.ledger, [group("old")], SkipReason.STALE)
+            return super().step(batch, before_update)
+
+    chosen = settings(base, tmp_path)
+    trainer = wired(chosen, FakeSource([*"ab"]), Looking())
+    trainer.run(follow=False)
+    (row,) = trainer.ledger.skips.read()
+    assert (row.head, row.version, row.committed, trainer.ledger.lineage()) == (0, 1, 0, [0, 1])
+    trainer.ledger.close()
+    again = wired(chosen, FakeSource([*"ab"]))
+    again.run(follow=False)
+    assert again.ledger.skips.read() == [row]
+
+
+def test_outdated_skips_are_removed_in_several_statements(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(skipped_groups, "_PAIRS_A_STATEMENT", 2)
+    skips = wired(settings(base, tmp_path), FakeSource([])).ledger.skips
+    for head, name in enumerate("abcdef"):
+        skips.enter({group(name): Skip(SkipReason.STALE)}, head)
+    assert skips.remove_outdated("run", SPEC, [0]) == {SkipReason.STALE: 5}
+    assert skips.reasons() == {group("a"): SkipReason.STALE}
 
 
 def test_look_without_changes_judges_no_skip_again(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):

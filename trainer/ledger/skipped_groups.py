@@ -22,6 +22,8 @@ from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatab
 
 _ORDER = ("version", "skipped_at", "run_id", "mode", "build_spec", "group_id")
 """Columns of a skipped group's place."""
+_PAIRS_A_STATEMENT = 500
+"""Largest number of pairs of a head and a committed version in one statement: databases limit its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class SkippedGroup:
     """Version whose descendants the reason holds for. None: it depends on no version."""
     version: int
     """Newest version number of the policy at that time."""
+    committed: int
+    """Newest version that the branch had committed at that time."""
     skipped_at: datetime
 
     @property
@@ -52,7 +56,7 @@ class SkippedGroup:
             lineage: the committed versions that led to the one about to be trained.
             bases: basis of each reason under the present settings (`trainer.ledger.skips.bases`).
         """
-        return self.basis != bases[self.reason] or (self.head is not None and not _continues(lineage, self.head, self.version))
+        return self.basis != bases[self.reason] or (self.head is not None and not _continues(lineage, self.head, self.committed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,14 @@ class SkippedGroups:
     @repeated
     def enter(self, skips: Mapping[Group, Skip], head: int) -> None:
         """Skip groups that may not be trained in the step from version `head`; one that is skipped already stays as it is."""
-        newest = sa.select(sa.func.coalesce(sa.func.max(VERSIONS.c.version), 0)).where(VERSIONS.c.policy == self._branch["policy"])
+        newest = sa.select(sa.func.coalesce(sa.func.max(VERSIONS.c.version), 0))
+        numbers = {
+            "version": newest.where(VERSIONS.c.policy == self._branch["policy"]),
+            "committed": newest.where(*equal_to(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED),
+        }
         with self.database.transaction() as transaction:
-            written = {"version": transaction.execute(newest).scalar_one(), "skipped_at": time.time_ns() // 1000}
+            written = {name: transaction.execute(query).scalar_one() for name, query in numbers.items()}
+            written["skipped_at"] = time.time_ns() // 1000
             rows = [
                 {
                     **self._branch,
@@ -159,13 +168,18 @@ class SkippedGroups:
         known = frozenset(lineage)
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]
         with self.database.transaction() as transaction:
-            pairs = transaction.execute(sa.select(SKIPPED.c.head, SKIPPED.c.version).where(*of_run, SKIPPED.c.head.is_not(None)).distinct())
-            discontinued = [(head, version) for head, version in pairs if not _continues(known, head, version)]
-            outdated = sa.or_(*changed, sa.tuple_(SKIPPED.c.head, SKIPPED.c.version).in_(discontinued))
-            counts = sa.select(SKIPPED.c.reason, sa.func.count()).where(*of_run, outdated).group_by(SKIPPED.c.reason)
-            removed = {SkipReason(reason): count for reason, count in transaction.execute(counts)}
-            if removed:
-                transaction.execute(SKIPPED.delete().where(*of_run, outdated))
+            columns = (SKIPPED.c.head, SKIPPED.c.committed)
+            pairs = transaction.execute(sa.select(*columns).where(*of_run, SKIPPED.c.head.is_not(None)).distinct())
+            discontinued = [(head, committed) for head, committed in pairs if not _continues(known, head, committed)]
+            starts = range(0, len(discontinued), _PAIRS_A_STATEMENT)
+            of_pairs = [sa.tuple_(*columns).in_(discontinued[start : start + _PAIRS_A_STATEMENT]) for start in starts]
+            removed = Counter[SkipReason]()
+            for outdated in (sa.or_(*changed), *of_pairs):
+                counts = sa.select(SKIPPED.c.reason, sa.func.count()).where(*of_run, outdated).group_by(SKIPPED.c.reason)
+                of_statement = {SkipReason(reason): count for reason, count in transaction.execute(counts)}
+                if of_statement:  # else the ledger would count as changed
+                    transaction.execute(SKIPPED.delete().where(*of_run, outdated))
+                removed.update(of_statement)
         return removed
 
     @repeated
@@ -222,9 +236,9 @@ def _key(group: Group) -> dict[str, object]:
     return {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
 
 
-def _continues(lineage: Collection[int], head: int, newest: int) -> bool:
-    """Return whether a lineage continues from a head only with versions newer than `newest`."""
-    return head in lineage and not any(version in lineage for version in range(head + 1, newest + 1))
+def _continues(lineage: Collection[int], head: int, committed: int) -> bool:
+    """Return whether a lineage continues from a head only with versions newer than `committed`."""
+    return head in lineage and not any(version in lineage for version in range(head + 1, committed + 1))
 
 
 def _skipped(row: sa.RowMapping) -> SkippedGroup:
@@ -235,5 +249,6 @@ def _skipped(row: sa.RowMapping) -> SkippedGroup:
         row["basis"],
         row["head"],
         row["version"],
+        row["committed"],
         datetime.fromtimestamp(row["skipped_at"] / 1_000_000, UTC),
     )

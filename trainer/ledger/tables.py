@@ -127,6 +127,7 @@ SKIPPED = sa.Table(
     sa.Column("basis", sa.String, nullable=False, comment="JSON: the settings that the reason depends on (trainer/ledger/skips.py)"),
     sa.Column("head", sa.Integer, comment="the reason holds for what comes of this version; NULL: it depends on no version"),
     sa.Column("version", sa.Integer, nullable=False, comment="newest number that the policy had handed out: what was skipped when"),
+    sa.Column("committed", sa.Integer, nullable=False, comment="newest version that the branch had committed"),
     sa.Column("skipped_at", sa.BigInteger, nullable=False, comment="microseconds since 1970, for people"),
     sa.Index("skipped_groups_by_version", *BRANCH, "version"),
     sa.Index("skipped_groups_by_reason", *BRANCH, "run_id", "reason", "version"),
