@@ -18,7 +18,7 @@ from tests.support.trainers import FakeOptimizer, FakeSource, committed, group, 
 from trainer.data.batch import Batch
 from trainer.data.source import BatchRollout, Loaded
 from trainer.ledger.optimizer_state import StateSchedule, steps_since_state
-from trainer.ledger.recovery import prune, running_trainer
+from trainer.ledger.recovery import prune, running_trainer, undo_leases
 from trainer.loop import Trainer
 from trainer.publish import checkpoint
 from trainer.restoring import restore
@@ -225,6 +225,31 @@ def test_trainer_on_a_file_system_without_locks_logs_that(
     with running_trainer(trainer.ledger, trainer.settings) as newest:
         assert newest.version == 3
     assert "cannot be locked (No locks available)" in caplog.text
+
+
+def test_add_state_while_another_trainer_sweeps_writes_it(tmp_path: Path, base: Path) -> None:
+    dead = crashed(base, tmp_path / "policies", 2, checkpoint__every=9)
+    path = Path(dead.ledger.version(1).policy_version.path)
+
+    def write(directory: Path) -> None:
+        undo_leases(dead.ledger, dead.settings)
+        (directory / checkpoint.STATE).mkdir()
+        (directory / checkpoint.STATE / "weight").write_text("1.0")
+
+    checkpoint.add_state(path, write)
+    assert with_state(dead) == [1]
+    assert [file.name for file in path.parent.iterdir()] == ["v1"]
+
+
+def test_half_written_state_is_removed_once_no_trainer_runs(tmp_path: Path, base: Path) -> None:
+    trainer = wired(settings(base, tmp_path / "policies"), FakeSource([]))
+    left = tmp_path / "policies/policy/main/.state-v1"
+    left.mkdir(parents=True)
+    with running_trainer(trainer.ledger, trainer.settings):
+        assert not left.exists()
+        left.mkdir()
+        with running_trainer(trainer.ledger, trainer.settings):
+            assert left.exists()
 
 
 def test_ledger_orphan_of_moved_head_changes_nothing(tmp_path: Path, base: Path) -> None:

@@ -91,6 +91,8 @@ def existing_ledger(settings: Settings) -> Ledger | None:
 def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersion]:
     """Yield the head from which a trainer of the branch goes on, after trainer.checkpoint.after_crash; it counts as running in the block.
 
+    Where no other trainer of the branch runs, states that a crash left half-written are removed.
+
     Raises:
         CheckpointError: the directory of the branch's versions cannot be written, or the version to go back to is damaged.
     """
@@ -104,10 +106,12 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
         raise CheckpointError(f"{path} cannot be written ({error.strerror}). Name a trainer.directory that can.") from None
     with file:
         # Trainers of a branch share their versions' directory, also those on other machines, and the system ends the lock of one that dies.
-        alone = _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        newest = _orphan_after_crash(ledger, settings) if alone else None
+        newest = None
+        if _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            checkpoint.sweep_states(trainer.directory, trainer.policy, trainer.branch)
+            newest = _orphan_after_crash(ledger, settings)
         _locked(file, fcntl.LOCK_SH)
-        yield newest or newest_version(ledger)  # now: one that was alone may have orphaned the head meanwhile
+        yield newest or newest_version(ledger)  # now: another that was alone may have orphaned the head meanwhile
 
 
 def _locked(file: IO[str], kind: int) -> bool:

@@ -33,6 +33,8 @@ TRAINED_CALLS = "trained_calls.parquet"
 Save = Callable[[Path], Mapping[str, TensorSums] | None]
 """Function that writes into a directory, and returns the sums of the float32 weights that it wrote. None: they are read from the files."""
 _TEMPORARY = ".writing-"
+_TEMPORARY_STATE = ".state-"
+"""Beginning of the name under which a state is written that is added to a version; `sweep` of another trainer leaves it."""
 _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Suffixes of weights and optimizer states, which each version has of its own."""
 
@@ -164,7 +166,7 @@ def add_state(path: Path, write: Save) -> None:
     Raises:
         CheckpointError: it cannot be written; the version is as before.
     """
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    temporary = path.with_name(f"{_TEMPORARY_STATE}{path.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -246,6 +248,12 @@ def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapp
     for path in whole:
         if known.get(_number(path)) is VersionStatus.ORPHANED:
             remove(directory, policy, branch, _number(path))
+
+
+def sweep_states(directory: Path, policy: str, branch: str) -> None:
+    """Remove half-written states that a crash left; the caller ensures that no trainer of the branch runs."""
+    for path in branch_directory(directory, policy, branch).glob(f"{_TEMPORARY_STATE}v*"):
+        shutil.rmtree(path)
 
 
 def versions_on_disk(directory: Path, policy: str, branch: str) -> list[int]:
