@@ -84,8 +84,8 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
     async with policy.lock:
         engines = _publishable(policy)
         if policy.canary:
-            raise PublicationError(
-                409,
+            raise PublicationError(  # a status that has trainers try again
+                503,
                 f"version {policy.canary.release.version} is out as a canary of {policy.name!r}. Promote it or roll it back first.",
             )
         if request.version in policy.rolled_back and not request.again:

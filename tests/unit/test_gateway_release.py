@@ -201,7 +201,7 @@ async def test_canary_serves_its_share_until_promoted(weights: list[Path]) -> No
         assert state.items() >= {"policy": "policy", "version": 0, "tokenizer_hash": "cafe", "status": "serving"}.items()
         assert (canary["version"], canary["share"]) == (1, 0.3)
         status, refused = await publish(stage, weights, 2)
-        assert (status, "version 1 is out as a canary" in refused["error"]["message"]) == (409, True)
+        assert (status, "version 1 is out as a canary" in refused["error"]["message"]) == (503, True)
         for number in range(40):
             await stage.chat(f"/rollout/r{number}/attempt/0")
         starts = [version_of(span) for span in await stage.spans(40)]

@@ -141,12 +141,12 @@ def test_publication_awaited_ends_at_signal(tmp_path: Path, base: Path) -> None:
 class Gateway(HttpServer):
     """Serves what it is told to; one that is made anew on the same port knows what its predecessor served."""
 
-    def __init__(self, port: int, versions: list[int]) -> None:
-        self.versions, self.status = versions, 200
+    def __init__(self, port: int, versions: list[int], refused: str = "GET POST") -> None:
+        self.versions, self.status, self.refused = versions, 200, refused
         super().__init__(port)
 
     def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        if self.status != 200:
+        if self.status != 200 and method in self.refused:
             return self.status, {}, b'{"error": {"message": "not now."}}'
         if method == "POST":
             self.versions.append(json.loads(body)["version"])
@@ -167,11 +167,13 @@ class Closing(FakeOptimizer):
         return metrics
 
 
-@pytest.mark.parametrize("status", [None, 404, 502, 503])
-def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: Path, base: Path, status: int | None) -> None:
-    """The gateway is away: with status None its port is closed, else a proxy answers with the status in its place."""
+@pytest.mark.parametrize(
+    ("status", "refused"), [(None, ""), (404, "GET POST"), (502, "GET POST"), (503, "GET POST"), pytest.param(503, "POST", id="canary")]
+)
+def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: Path, base: Path, status: int | None, refused: str) -> None:
+    """The gateway is away: with status None its port is closed, else a proxy answers with the status in its place; or a canary is out."""
     versions, (port,) = [0], free_ports(1)
-    gateways = [Gateway(port, versions)]
+    gateways = [Gateway(port, versions, refused)]
 
     def goes() -> None:
         wait_until(lambda: versions == [0, 1], 20, "version 1, which is published beside this step")
