@@ -174,7 +174,7 @@ class World:
                 source=source,
                 optimizer=None,
                 normalise=lambda units: units.values,
-                mirror=Mirror(self.client, self.settings.store.url, self.ledger),
+                mirror=Mirror(self.client, self.settings.store, self.ledger),
                 publisher=None,
                 shutdown=Shutdown(),
                 loaded=head,

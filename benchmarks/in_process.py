@@ -84,7 +84,7 @@ def training(settings: Settings, client: Client, sampler: Sampler) -> Iterator[T
             source=GroupReader(client, settings),
             optimizer=engine(newest),
             normalise=estimator(settings.trainer),
-            mirror=Mirror(client, settings.store.url, ledger),
+            mirror=Mirror(client, settings.store, ledger),
             publisher=_Served(sampler, newest.version),
             shutdown=Shutdown(),
             loaded=newest,

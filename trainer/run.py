@@ -99,7 +99,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             ledger=ledger,
             source=source,
             normalise=normalise,
-            mirror=Mirror(client, settings.store.url, ledger),
+            mirror=Mirror(client, settings.store, ledger),
             publisher=publisher_of(settings),
             shutdown=shutdown,
             store_outage=outage,

@@ -65,7 +65,7 @@ def learn(
         source=GroupReader(world.client, settings),
         optimizer=VerlOptimizer(model, learning),
         normalise=estimator(learning),
-        mirror=Mirror(world.client, store.url, ledger),
+        mirror=Mirror(world.client, store, ledger),
         publisher=None,
         shutdown=Shutdown(),
         loaded=begun,

@@ -73,7 +73,7 @@ def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Pa
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(cut))
         client = retrying_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
-        trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store.url, trainer.ledger)
+        trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store, trainer.ledger)
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
         again = BuiltRollouts(chosen, tiny_model)

@@ -170,7 +170,7 @@ async def test_overlapped_steps_are_published_from_ranks(
             source=GroupReader(world.client, settings),
             optimizer=optimizer,
             normalise=estimator(learning),
-            mirror=Mirror(world.client, store.url, ledger),
+            mirror=Mirror(world.client, store, ledger),
             publisher=publisher_of(settings),
             shutdown=Shutdown(),
             loaded=prepare(ledger, settings),

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from sqlalchemy import event
 
-from spangrad.settings import TrainerSettings
+from spangrad.settings import StoreSettings, TrainerSettings
 from spangrad.types import VersionStatus
 from tests.support.trainers import SPEC, FakeSource, settings, wired, write_base
 from trainer.ledger.demand import Consumption
@@ -210,7 +210,7 @@ def statements_of_catching_up(directory: Path, steps: int) -> list[int]:
     counts: list[int] = []
     for since in (0, steps):
         statements.clear()
-        assert Mirror(store, "http://store", trainer.ledger).catch_up(since) == 0
+        assert Mirror(store, StoreSettings(), trainer.ledger).catch_up(since) == 0
         counts.append(len(statements))
     trainer.close()
     trainer.ledger.close()
@@ -231,7 +231,7 @@ def test_mirror_row_written_before_newer_one_is_written_again(tmp_path: Path) ->
                     rows.extend([["the newer row"]])
                 rows.extend(values)
 
-    mirror = Mirror(cast("Any", Store()), "http://store", trainer.ledger)
+    mirror = Mirror(cast("Any", Store()), StoreSettings(), trainer.ledger)
     mirror.write(trainer.ledger.version(2))
     assert ["validate_return" in row[-1] for row in rows[1:]] == [False, True]
     trainer.close()

@@ -345,11 +345,27 @@ def test_mirror_catches_up_with_ledger(settings: Settings, world: BuiltRollouts,
     for table in ("trained_calls", "trained_tokens"):
         world.client.command(f"DELETE FROM spangrad_internal.{table} WHERE Branch = '{run}'")
     ledger = Ledger(settings.trainer.directory, "policy", run)
-    mirror = Mirror(world.client, settings.store.url, ledger)
+    mirror = Mirror(world.client, settings.store, ledger)
     assert (mirror.catch_up(), mirror.catch_up()) == (2, 0)
     ledger.close()
     for table in ("lineage", "trained_calls", "trained_tokens"):
         assert world.rows(f"SELECT count() FROM spangrad.{table} WHERE Branch = %(run)s") == [(4,)]
+
+
+def test_mirror_deletes_batches_of_versions_that_were_orphaned(settings: Settings, world: BuiltRollouts, run: str):
+    world.group("a", [1.0, 0.0])
+    world.group("b", [1.0, 0.0])
+    train(settings, follow=False)
+    trained = "SELECT count() FROM spangrad.rollouts WHERE RunId = %(run)s AND notEmpty(Trained)"
+    assert world.rows(trained) == [(4,)]
+    ledger = Ledger(settings.trainer.directory, "policy", run)
+    mirror = Mirror(world.client, settings.store, ledger)
+    assert ledger.orphan([ledger.version(1)], 0)
+    assert (mirror.catch_up(), mirror.catch_up()) == (1, 0)
+    ledger.close()
+    assert world.rows(trained) == [(0,)]
+    for table in ("batches", "lineage", "trained_calls", "trained_tokens"):
+        assert world.rows(f"SELECT count() FROM spangrad.{table} WHERE Branch = %(run)s") == [(0,)]
 
 
 def test_train_command_follows_until_sigterm(settings: Settings, world: BuiltRollouts, run: str, tmp_path: Path):

@@ -122,7 +122,7 @@ def trainer_over(world: BuiltRollouts, settings: Settings, optimizer: FakeOptimi
     """A trainer whose store is real and whose optimizer is a fake, begun; nothing is published."""
     ledger = open_ledger(settings)
     prepare(ledger, settings)
-    return begun(settings, ledger, GroupReader(world.client, settings), Mirror(world.client, settings.store.url, ledger), None, optimizer)
+    return begun(settings, ledger, GroupReader(world.client, settings), Mirror(world.client, settings.store, ledger), None, optimizer)
 
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

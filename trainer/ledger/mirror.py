@@ -2,7 +2,8 @@
 
 In: the ledger, and the calls that lie beside a version's weights. Out: rows of `policy_versions`, `batches`, `trained_calls`,
 `trained_tokens` and `batch_files`. Invariant: the ledger is the authority and the store a copy that may lag behind it, never the reverse;
-writing a row again replaces it, so catching up after a crash is writing the rows that the store lacks.
+writing a row again replaces it, so catching up after a crash is writing the rows that the store lacks, and deleting those of batches that
+were orphaned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import store_errors
+from spangrad.store.names import stored
 from spangrad.types import VersionStatus
 from trainer.ledger.file_batches import FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
@@ -35,6 +38,8 @@ _CALL_COLUMNS = (
     "Advantage",
 )  # fmt: skip
 _TOKEN_COLUMNS = ("RolloutId", "CallId", "TrainerLogprobs", "Entropies")
+_BATCH_TABLES = ("trained_tokens", "trained_calls", "batches")
+"""Tables of batches of rollouts; the last one is deleted from last, since it shows that rows are left."""
 _CALLS_AT_A_TIME = 256
 """Number of calls whose tokens are Python values at the same time."""
 _STORED_VERSIONS = """
@@ -51,14 +56,18 @@ GROUP BY BatchId
 class Mirror:
     """Writes one branch's versions and batches."""
 
-    def __init__(self, client: Client, url: str, ledger: Ledger) -> None:
-        """Write with `client`; `url` is named when the store fails."""
+    def __init__(self, client: Client, store: StoreSettings, ledger: Ledger) -> None:
+        """Write with `client` to the store of these settings."""
         self._client = client
-        self._url = url
+        self._store = store
+        self._url = store.url
         self._ledger = ledger
 
     def catch_up(self, since: int = 0) -> int:
-        """Write each version from a number on whose row is missing or different in the store, with its batch; return how many those are."""
+        """Write each version from a number on whose row is missing or different in the store, with its batch; return how many those are.
+
+        The batches of versions that were orphaned once they were committed are deleted.
+        """
         numbers = [number for number in self._ledger.statuses() if number >= since] if since else None
         versions = [version for version in self._ledger.versions(numbers) if version.status]
         if not versions:
@@ -80,6 +89,9 @@ class Mirror:
                 and counts.get(version.policy_version.batch_id or "", 0) != sizes.get(version.policy_version.batch_id or "", 0)
             )
         ]
+        orphaned = {version.policy_version.batch_id or "" for version in versions if version.status is VersionStatus.ORPHANED}
+        if left := orphaned & counts.keys():
+            self._delete({**names, "batches": tuple(sorted(left))})
         for version in outdated:
             self.write(version)
         return len(outdated)
@@ -112,6 +124,15 @@ class Mirror:
             [*names, *group, rollout.rollout_id, rollout.attempt, rollout.group.build_spec, rollout.revision]
             for group, rollout in zip(groups, rollouts, strict=True)
         ]
+
+    def _delete(self, names: dict[str, object]) -> None:
+        """Delete the rows of some batches."""
+        for table in _BATCH_TABLES:
+            # A table that spans shards deletes nothing.
+            place = f"{stored(f'{table}_local')} ON CLUSTER '{self._store.cluster}'" if self._store.sharded else stored(table)
+            statement = f"DELETE FROM {place} WHERE Policy = %(policy)s AND Branch = %(branch)s AND BatchId IN %(batches)s"
+            with store_errors(self._url):
+                self._client.command(statement, parameters=names)
 
     def _insert_of_batch(self, table: str, columns: tuple[str, ...], version: LedgerVersion, calls: pl.DataFrame) -> None:
         names = [version.policy_version.policy, version.branch, version.policy_version.batch_id or "", version.version]

@@ -1,7 +1,7 @@
 """Retries against the span store and the ledger's database during an outage, so that it costs a trainer only time.
 
 In: a client of the store, a ledger. Out: the same, which wait for an answer. Invariant: only idempotent requests are retried: reads, and
-writes of rows that replace themselves; a transaction of the ledger only before its first statement.
+writes of rows that replace themselves, deletions; a transaction of the ledger only before its first statement.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class RetryingClient:
     def insert(self, *arguments: Any, **options: Any) -> Any:
         """Write rows that replace themselves."""
         return self._ask(lambda: self._client.insert(*arguments, **options))
+
+    def command(self, *arguments: Any, **options: Any) -> Any:
+        """Run a statement that does the same when it is run twice."""
+        return self._ask(lambda: self._client.command(*arguments, **options))
 
     def _ask(self, work: Callable[[], T]) -> T:
         return call_with_retries(lambda: self._call(work), _is_transient, self._outage, self._shutdown)

@@ -361,6 +361,6 @@ def _store(settings: Settings) -> Client | None:
 def _copy(client: Client | None, settings: Settings, ledger: Ledger) -> None:
     if client:
         try:
-            Mirror(client, settings.store.url, ledger).catch_up()
+            Mirror(client, settings.store, ledger).catch_up()
         except StoreError as error:
             logger.warning("the ledger is not copied to the store now: %s", error)
