@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from span_processors.export import LosslessSpanProcessor
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 
 _FLUSH_MILLISECONDS = 10_000
@@ -30,7 +30,7 @@ class Flusher:
         self._next: asyncio.Task[bool] | None = None
 
     async def flush(self) -> bool:
-        """Send all spans that have ended; False when that exceeds the time limit, or a processor raises and ours is not there."""
+        """Send all spans that have ended; False when that exceeds the time limit, or all processors raise."""
         if self._next is None:
             self._next = asyncio.create_task(self._flush())
         return await asyncio.shield(self._next)
@@ -49,12 +49,14 @@ class Flusher:
 
 
 def _force_flush(provider: TracerProvider) -> bool:
-    """Flush all span processors of a provider; where another's raises, flush ours alone, which may stand behind it."""
+    """Flush all span processors of a provider; where one of an agent's raises, each of the others, among which ours may stand behind it."""
     try:
         with plain_exceptions():
             return provider.force_flush(_FLUSH_MILLISECONDS)
     except USER_ERRORS as error:
         print(f"spangrad: a span processor fails in force_flush: {type(error).__name__}: {error}", file=sys.stderr)
-    processors = provider._active_span_processor._span_processors  # pyright: ignore[reportPrivateUsage]  # nothing else lists them
-    ours = [processor for processor in processors if isinstance(processor, LosslessSpanProcessor)]
-    return bool(ours) and all(processor.force_flush(_FLUSH_MILLISECONDS) for processor in ours)
+    flushed: list[bool] = []
+    for processor in provider._active_span_processor._span_processors:  # pyright: ignore[reportPrivateUsage]  # nothing else lists them
+        with suppress(*USER_ERRORS), plain_exceptions():
+            flushed.append(processor.force_flush(_FLUSH_MILLISECONDS))
+    return bool(flushed) and all(flushed)
