@@ -73,7 +73,7 @@ def demo_services(
     for file in further_trainers:
         name = f"train-{Path(file).stem}"
         command = tuple(own_command("train", "--follow", "--config", str(directory / file)))
-        services.append(ServiceSpec(name, command, logs / f"{name}.log", None, ("store",)))
+        services.append(ServiceSpec(name, command, logs / f"{name}.log", None, ("store",), may_finish=True))
     one_thread = {"OMP_NUM_THREADS": "1"}
     services = [replace(service, env=one_thread) if service.name.startswith("train") else service for service in services]
     if model:

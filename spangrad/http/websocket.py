@@ -1,6 +1,7 @@
 """Blocking WebSocket client, with the standard library alone.
 
-In: a ws or http URL, texts. Out: texts. Invariant: each wait is bounded, whatever frames come; pings are answered while a text is awaited.
+In: a ws or http URL, texts. Out: texts. Invariant: a wait has a limit that pings do not extend, or ends when a server is silent;
+pings are answered while a text is awaited.
 
 Source: RFC 6455.
 """
@@ -21,6 +22,8 @@ _GUID = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _TEXT, _BINARY, _CLOSE, _PING, _PONG = 1, 2, 8, 9, 10
 _HEAD_BYTES = 2**16
 _MESSAGE_BYTES = 256 * 2**20
+_SILENT_SECONDS = 600.0
+"""Longest silence of a server, without so much as a ping, in seconds."""
 
 
 class WebSocketError(OSError):
@@ -61,7 +64,7 @@ class WebSocket:
             raise
 
     def wait_at_most(self, seconds: float) -> None:
-        """Set the time limit of each later text, in seconds."""
+        """Set the time limit of each later text, in seconds. Infinite: it takes what it takes, as long as the server sends pings."""
         self._seconds = seconds
 
     def send(self, text: str) -> None:
@@ -170,7 +173,7 @@ class WebSocket:
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"the server took more than {self._seconds:g} s")
-        self._connection.settimeout(left)
+        self._connection.settimeout(min(left, _SILENT_SECONDS))
 
     def _read(self) -> None:
         self._limit_wait()

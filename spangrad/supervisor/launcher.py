@@ -77,10 +77,10 @@ class LocalProcess:
             SpangradError: its URL answers already, so that another process would count as this service.
             OSError: the process cannot be started.
         """
-        if service.ready_url and status_of(service.ready_url) is not None:
-            other_port = f", or set {service.port_setting} to another port, with each URL that names it" if service.port_setting else ""
+        if service.port_setting and service.ready_url and status_of(service.ready_url) is not None:
             raise SpangradError(
-                f"{service.ready_url} answers before {service.name} is started: another process listens there. Stop it{other_port}."
+                f"{service.ready_url} answers before {service.name} is started: another process listens there. Stop it, or set "
+                f"{service.port_setting} to another port, with each URL that names it."
             )
         self._log_start = service.log.stat().st_size if service.log.exists() else 0
         self._child = Child(service.name, service.command, service.log, service.env, inherit_settings=inherit_settings)

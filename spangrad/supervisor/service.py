@@ -44,7 +44,7 @@ class ServiceSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     """Variables added to the environment."""
     port_setting: str = ""
-    """Setting of the port of its URL. Empty: there is none."""
+    """Setting of the port at which it listens for its URL. Empty: it has none, or the URL is a proxy's, which may answer without it."""
     ends: bool = False
     """True for a command that ends by itself: services that need it are started once it is done."""
     may_finish: bool = False

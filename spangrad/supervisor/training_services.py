@@ -50,13 +50,15 @@ def training_services(
     queue = queue_url is not None and _is_local(queue_url, settings.queue.host, settings.queue.port)
     after_store = ["store"] if store else []
     after_all = [*after_store, *(["queue"] if queue else []), "gateway"]
+    gateway = service("gateway", f"{settings.gateway.url}/readyz", after_store)
+    gateway_is_local = _is_local(settings.gateway.url, settings.gateway.host, settings.gateway.port)
     return tuple(
         started
         for started in (
             service("store", f"{settings.store.url}/ping") if store else None,
             service("queue", f"{queue_url}/healthz") if queue else None,
             *_engines(service, settings, after_store, model),
-            service("gateway", f"{settings.gateway.url}/readyz", after_store),
+            gateway if gateway_is_local else replace(gateway, port_setting=""),
             service("build", None, after_store, ["--follow"]),
             replace(
                 service("train", None, after_store, ["--follow", "--model", str(settings.trainer.model or model)]),

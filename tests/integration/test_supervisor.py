@@ -171,7 +171,7 @@ def test_supervisor_service_whose_url_answers_before_its_start_has_failed(tmp_pa
 
 
 def test_supervisor_restarts_service_once_its_url_is_free_again(tmp_path: Path) -> None:
-    page = server("page", tmp_path)
+    page = replace(server("page", tmp_path), port_setting="page.port")
     with Supervisor([page], lambda text: None, policy=QUICK) as supervisor:
         supervisor.start(30)
         pid = pids(supervisor)["page"]

@@ -131,6 +131,12 @@ def test_training_services_with_a_url_name_the_setting_of_its_port() -> None:
         assert f":{reduce(getattr, key.split('.'), settings)}/" in str(url)
 
 
+def test_training_services_gateway_behind_a_proxy_may_have_an_address_that_answers() -> None:
+    settings = load_settings({"engine.model": "m", "gateway.url": "https://gateway.example"}, env={})
+    (gateway,) = [each for each in training_services(settings, Path("logs")) if each.name == "gateway"]
+    assert (gateway.ready_url, gateway.port_setting) == ("https://gateway.example/readyz", "")
+
+
 def test_page_service_needs_a_local_store_alone() -> None:
     page = page_service(load_settings({"page.port": 9000}, env={}), Path("logs"), ["--config", "f.toml"])
     assert (page.ready_url, page.needs, page.command[-3:]) == ("http://127.0.0.1:9000/healthz", ("store",), ("page", "--config", "f.toml"))

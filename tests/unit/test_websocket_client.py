@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import re
 import socket
 import struct
@@ -63,6 +64,29 @@ def test_receive_from_server_that_only_pings_times_out() -> None:
         with pytest.raises(TimeoutError):
             client.receive()
         assert 0.4 < time.monotonic() - began < 3
+        client.close()
+
+
+@pytest.mark.parametrize("pings", [True, False])
+def test_receive_without_limit_waits_as_long_as_the_server_pings(pings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "_SILENT_SECONDS", 0.3)
+
+    def send(connection: socket.socket, done: threading.Event) -> None:
+        for _ in range(10):
+            done.wait(0.1)
+            if pings:
+                connection.sendall(frame(PING, b"x"))
+        connection.sendall(frame(TEXT, b"late"))
+        done.wait()
+
+    with frame_server(send) as url:
+        client = WebSocket(url, {}, 10)
+        client.wait_at_most(math.inf)
+        if pings:
+            assert client.receive() == "late"
+        else:
+            with pytest.raises(TimeoutError):
+                client.receive()
         client.close()
 
 

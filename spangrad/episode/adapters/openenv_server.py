@@ -33,7 +33,7 @@ from spangrad.http.websocket import WebSocket
 _LOAD_SECONDS = 2.0
 _CONNECT_SECONDS = 10.0
 _STEP_SECONDS = 600.0
-"""Longest wait for a server's message, in seconds."""
+"""Longest wait for the message of a server that is not ours, in seconds; ours ends each request in its own time, and sends pings."""
 _RETURN_SECONDS = 20.0
 """Time for which a lost connection to a session of ours is tried again, in seconds; shorter than the session waits for its user."""
 _PAUSES = (0.1, 1.0)
@@ -222,7 +222,7 @@ class OpenEnvServer:
         headers = {**bearer(self._token), **carrier_of(), REWARDS_HEADER: "client"}
         # Of all servers, those of `spangrad env serve` alone open a session under a name that the client gives.
         connection = WebSocket(f"{url}/ws?{self._query}" if self._ours else f"{url}/ws", headers, _CONNECT_SECONDS)
-        connection.wait_at_most(_STEP_SECONDS)
+        connection.wait_at_most(math.inf if self._ours else _STEP_SECONDS)
         return connection
 
     def _load(self, url: str) -> float | None:
