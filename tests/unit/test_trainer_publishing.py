@@ -109,6 +109,11 @@ def test_head_replaces_a_newer_version_of_another_branch_that_is_served(tmp_path
     assert (served(other.settings), trainer.ledger.statuses().keys()) == ([0, 0, 1], {0}), "as after `spangrad policy publish`"
     trainer._publish_again()  # pyright: ignore[reportPrivateUsage]
     assert served(trainer.settings)[-1] == 0
+    # Where the other branch publishes again, its trainer would go on to.
+    other._publish_again()  # pyright: ignore[reportPrivateUsage]
+    assert served(other.settings)[-1] == 1
+    with pytest.raises(GatewayRefusedError):
+        trainer._publish_again()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_publication_at_end_of_run_is_awaited_until_start_timeout(tmp_path: Path, base: Path) -> None:

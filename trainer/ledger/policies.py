@@ -44,9 +44,13 @@ def overview(database: LedgerDatabase) -> Overview:
 
 def has_version(database: LedgerDatabase, policy: str, number: int) -> bool:
     """Return whether a branch of a policy has a version of that number, whatever its status."""
-    with database.reading() as transaction:
-        known = sa.select(VERSIONS.c.version).where(VERSIONS.c.policy == policy, VERSIONS.c.version == number)
-        return transaction.execute(known).first() is not None
+    known = sa.select(VERSIONS.c.version).where(VERSIONS.c.policy == policy, VERSIONS.c.version == number)
+
+    def read() -> bool:
+        with database.reading() as transaction:
+            return transaction.execute(known).first() is not None
+
+    return database.retries(read)
 
 
 def skipped_by(database: LedgerDatabase, group: Group) -> list[tuple[str, str, str, str]]:

@@ -253,7 +253,7 @@ def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapp
 def sweep_states(directory: Path, policy: str, branch: str) -> None:
     """Remove half-written states that a crash left; the caller ensures that no trainer of the branch runs."""
     for path in branch_directory(directory, policy, branch).glob(f"{_TEMPORARY_STATE}v*"):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # what is left is removed before a state is written there
 
 
 def versions_on_disk(directory: Path, policy: str, branch: str) -> list[int]:

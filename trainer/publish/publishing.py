@@ -90,6 +90,8 @@ class HeadPublisher:
         self._closed = threading.Event()
         self._usage: EngineUsage | None = None
         """Time of the engines at the last publication."""
+        self._has_replaced = False
+        """True once the head has replaced a newer version of another branch."""
 
     @property
     def is_behind(self) -> bool:
@@ -211,7 +213,8 @@ class HeadPublisher:
     def _attempt(self, held: int | None = None, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head, even if it is older than the served version.
 
-        It is after a rollback that did not reach the gateway, or where another branch's version was published.
+        It is after a rollback that did not reach the gateway, or where another branch's version was published by hand. That is replaced
+        once: where a trainer of that branch publishes, too, each would replace the other's version without end.
 
         Args:
             held: version of `weights`.
@@ -219,18 +222,21 @@ class HeadPublisher:
         """
         served = self.publisher.served(self._policy)
         head = newest_version(self._ledger)  # read last: a served version of this branch that is newer was its head before
-        back = served is not None and head.version < served and has_version(self._ledger.database, self._policy, served)
+        newer = served if served is not None and head.version < served else None
+        is_own = newer in self._ledger.statuses()
+        is_foreign = newer is not None and not (is_own or self._has_replaced) and has_version(self._ledger.database, self._policy, newer)
         path = Path(head.policy_version.path)
         chosen = weights if weights and head.version == held else self._from_files(path)
         try:
-            seconds = self.publisher.publish(head.policy_version, again=back, weights=chosen)
+            seconds = self.publisher.publish(head.policy_version, again=is_own or is_foreign, weights=chosen)
         except GatewayError:
             if newest_version(self._ledger).version != head.version:
                 return None  # another process has moved the head, and publishes it
             raise
         self.outage.over()
+        self._has_replaced |= is_foreign
         self._phases.enter(head.version)
-        logger.info("version %d is served (%.2f s)%s", head.version, seconds, f" in place of version {served}" if back else "")
+        logger.info("version %d is served (%.2f s)%s", head.version, seconds, f" in place of version {newer}" if newer else "")
         stages = {f"seconds_publish_{name}": value for name, value in self.publisher.stages.items()}
         sent = {f"bytes_publish_{kind}": float(count) for kind, count in self.publisher.sent.items() if count}
         return ServedHead(head.version, {"seconds_publish": seconds, **stages, **sent, **self._engine_idle()})
