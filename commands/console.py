@@ -42,8 +42,8 @@ def plain_table(*columns: str, right: Collection[int] = ()) -> Table:
         right: indices of the columns that are aligned to the right.
     """
     table = Table(box=None, pad_edge=False)
+    overflow = "ellipsis" if sys.stdout.isatty() else "fold"
     for place, column in enumerate(columns):
-        overflow = "ellipsis" if sys.stdout.isatty() else "fold"
         table.add_column(column, justify="right" if place in right else "left", overflow=overflow)
     return table
 

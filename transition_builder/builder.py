@@ -127,8 +127,7 @@ class Builder:
 
         Raises:
             BuilderError: a file of the specification was changed since the builder began.
-            RuleError: a Python rule or an expression failed; nothing was written of the rollouts that it was evaluated for, and the next
-                pass builds them.
+            RuleError: a rule failed; nothing was written of the rollouts that it was evaluated for, and the next pass builds them.
             StoreError: the store failed; the next pass continues where this one stopped.
         """
         began, summary, self._done = time.monotonic(), Summary(), 0
@@ -192,8 +191,7 @@ class Builder:
         if self._discovery.is_first:
             self._add_pending(self._discovery.new_roots())
         self._pending = waiting.touched(self._pending, arrived)
-        named = arrived.filter(_NAMES_ITSELF)
-        if named.height:
+        if (named := arrived.filter(_NAMES_ITSELF)).height:
             rollouts = named.rename({"RolloutKey": "RolloutId"})
             ending = self._of_run(rollouts.filter("HasRoot"))
             self._source.begin(ending.filter(~waiting.IS_BEHIND))
@@ -205,7 +203,8 @@ class Builder:
         else:
             self._behind = behind
         self._discovery.done()
-        self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
+        if self._examined.height:
+            self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
 
     def _look_behind(self, arrived: pl.DataFrame, rootless: pl.DataFrame | None = None) -> None:
         """Remember traces without a final root (ROOTLESS of a sweep, else of what arrived), and built rollouts that are out of date."""
@@ -213,8 +212,7 @@ class Builder:
             keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
             owners = self._discovery.owners(keys["TraceId"])
             self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
-            unnamed = arrived.filter(~_NAMES_ITSELF)
-            if unnamed.height:
+            if (unnamed := arrived.filter(~_NAMES_ITSELF)).height:
                 self._remember_stale(unnamed, claim(unnamed, owners).rename({"RolloutKey": "RolloutId"}))
         new = self._discovery.rootless_of(arrived) if rootless is None else rootless
         if new.height:
@@ -378,7 +376,8 @@ class Builder:
         """Forget rollouts that are built."""
         if self._late_rows.height:
             self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
-        self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
+        if self._pending.height:
+            self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
         if self._rootless.is_empty():
             return
         named = pl.struct("RunId", RolloutId="RolloutKey").is_in(rollouts.select(pl.struct(ROLLOUT)).to_series().implode())

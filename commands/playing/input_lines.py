@@ -25,6 +25,6 @@ def read_beside_loop(source: Iterable[T], on_line: Callable[[T], object]) -> Non
             try:
                 loop.call_soon_threadsafe(on_line, line)
             except RuntimeError:
-                return  # the loop is closed: nobody waits for further lines
+                return  # the loop is closed, and with it ends what the lines were for
 
     threading.Thread(target=read, daemon=True).start()

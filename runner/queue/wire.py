@@ -62,8 +62,7 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     priority: Priority = 0
     """Rollouts with the highest priority go first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
-    """Time limit of one agent run, in seconds; from the hand-out, if its worker does not report when it began. None: that of the
-    handler of its data source, or runner.timeout_seconds, of the server."""
+    """Time limit of one agent run, in seconds, from its begin, else its hand-out. None: its handler's or runner.timeout_seconds."""
     max_attempts: Count | None = None
     """Largest number of attempts. None: runner.max_attempts of the server."""
     prompt: PromptVersion | None = None

@@ -84,12 +84,12 @@ class Vllm:
         if self.refuses:
             await self._send(send, 400, b"application/json", [b'{"error":{}}'])
             return
-        asked = json.loads(message["body"])
-        if asked.get("stream"):
-            chunks = [event(chunk) for chunk in self.engine.chunks(asked)]
+        request = json.loads(message["body"])
+        if request.get("stream"):
+            chunks = [event(chunk) for chunk in self.engine.chunks(request)]
             await self._send(send, 200, b"text/event-stream; charset=utf-8", [*chunks, b"data: [DONE]\n\n"])
         else:
-            answer = self.engine.whole(asked)
+            answer = self.engine.whole(request)
             del answer["spangrad"]
             await self._send(send, 200, b"application/json", [json.dumps(answer).encode()])
 

@@ -388,8 +388,8 @@ def test_rules_of_every_kind_without_tool_calls_find_nothing(
     spans = SpanFactory()
     root = spans.root()
     spans.evaluation(root, 1)
-    asked = [spans.call(spans.span("POST", root)) for _ in range(0 if calls == "none" else 2)]
-    answers: list[Answer] = [(call, "{}", []) for call in asked if calls == "with texts"]
+    tool_free_calls = [spans.call(spans.span("POST", root)) for _ in range(0 if calls == "none" else 2)]
+    answers: list[Answer] = [(call, "{}", []) for call in tool_free_calls if calls == "with texts"]
     rule = AirRule(name="r", reward=-1, kind=kind, **EVERY_KIND[kind])  # type: ignore[arg-type]
     output = built(spans, rule, answers=answers)
-    assert (air(output), output.transitions.height) == ([], len(asked))
+    assert (air(output), output.transitions.height) == ([], len(tool_free_calls))

@@ -54,7 +54,7 @@ SETTINGS max_threads = 1
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
     "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
-    # Collectors write the duration of a span that ends before it starts modulo 2^64: the clock was set back, and nobody knows it.
+    # Collectors write the duration of a span that ends before it starts modulo 2^64: its clock was set back, and its length is unknown.
     "Duration": f"if(Duration < {2**63}, Duration, 0) AS Duration",
 }
 _ARRIVED = {name: dtype for name, dtype in ARRIVALS.items() if name != "Dropped"}
