@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -125,6 +126,7 @@ def test_ready_of_group_whose_rollouts_all_arrived_is_known_by_one_statement(
     settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = GroupReader(world.client, settings)
+    assert source.ready() == []
     world.group("a", [1.0], size=2)
     assert source.ready() == []
     asked: list[str] = []
@@ -135,6 +137,43 @@ def test_ready_of_group_whose_rollouts_all_arrived_is_known_by_one_statement(
     assert names(source.ready()) == names(GroupReader(world.client, settings).ready()) == ["a", "b"]
     assert len([text for text in asked if "b.IngestedAt >=" in text]) == 1 + 1, "the second reader reads all of history"
     assert len(asked) == 1 + 3
+
+
+def test_ready_and_load_after_any_builds_are_those_of_new_reader(settings: Settings, world: BuiltRollouts) -> None:
+    source, chance, revisions = GroupReader(world.client, settings), random.Random(4), dict[str, int]()
+    world.group("old", [1.0], size=2)
+    source.ready()
+    whole, moved = 0, 0
+    for _ in range(24):
+        rollout, group = f"r{chance.randrange(9)}", chance.choice(["old", *"abc"])
+        moved += rollout in revisions
+        size = chance.choice([2, 2, 2, 3, 0])
+        world.group(group, [chance.random()], GroupSize=size, RolloutId=rollout, Revision=revisions.get(rollout, 0))
+        revisions[rollout] = revisions.get(rollout, 0) + 1
+        new = GroupReader(world.client, settings)
+        assert (ready := source.ready()) == new.ready()
+        known, read = source.load(ready), new.load(ready)
+        assert known.rollouts == read.rollouts
+        assert known.transitions.equals(read.transitions)
+        assert known.incomplete == read.incomplete
+        whole += len(ready)
+    assert min(whole, moved) > 4, "some groups were whole, and some rollouts built anew"
+
+
+def test_load_of_groups_that_arrived_reads_their_transitions_alone(
+    settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = GroupReader(world.client, settings)
+    source.ready()
+    world.group("a", [1.0, 0.0])
+    ready = source.ready()
+    asked: list[str] = []
+    query: Callable[..., object] = world.client.query_arrow
+    monkeypatch.setattr(world.client, "query_arrow", lambda text, **options: asked.append(text) or query(text, **options))
+    assert [rollout.rollout_id for rollout in source.load(ready).rollouts] == ["a-0", "a-1"]
+    assert len(asked) == 1
+    assert "spangrad_internal.transitions" in asked[0]
+    assert "spangrad_internal.builds" not in asked[0]
 
 
 def test_ready_asks_store_for_builds_only_when_lately_arrived_or_to_sweep(

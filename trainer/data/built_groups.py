@@ -1,8 +1,9 @@
 """Whole groups of a run, updated by the rollouts that were built since the last poll.
 
 In: the rows of `builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
-poll reads the rows that have arrived since the last one, and only the groups of those rollouts are counted again. The caller releases the
-groups that it has trained or skipped, so that memory holds only those that wait to be trained.
+poll reads the rows that have arrived since the last one. The members of a group are read when its first rollout arrives, and again when a
+rollout of it is built anew; else they follow from the rows that arrive. The caller releases the groups that it has trained or skipped, so
+that memory holds only those that wait to be trained.
 
 A row is dated when its insert begins and is seen when that ends. So each poll reads again a few seconds before the last one, and every
 30 seconds as much as the longest insert takes; rows that were seen already change nothing.
@@ -42,14 +43,20 @@ GROUP BY Mode, GroupId
 HAVING uniqExact(RolloutId) >= max(GroupSize)
 """
 _COMPARED = "AND GroupId IN (SELECT GroupId FROM {builds} AS greedy WHERE Mode = '" + Mode.GREEDY.value + "')"
+_ROW = (
+    "(b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.{dated}), b.Mode, b.GroupId, b.GroupSize, b.Attempt, b.Content, b.Transitions, "
+    "b.Rewards, b.Failure, b.Drops)"
+)
+"""BuiltRow in SQL."""
 _ARRIVED = f"""
-SELECT toUnixTimestamp64Micro(now64(6)),
-    groupUniqArray((b.RolloutId, b.Revision, toUnixTimestamp64Micro(b.IngestedAt), b.Mode, b.GroupId, b.GroupSize))
+SELECT toUnixTimestamp64Micro(now64(6)), groupUniqArray({_ROW.format(dated="IngestedAt")})
 FROM spangrad_internal.builds AS b
 WHERE {THIS_RUN} AND Mode IN %(read)s AND b.IngestedAt >= fromUnixTimestamp64Micro({{since}}){{until}}
 """
+_MEMBERS = f"SELECT {_ROW.format(dated='FirstBuiltAt')} FROM {{builds}} AS b WHERE Mode IN %(read)s"
 _GROUPS = f"SELECT DISTINCT GroupId FROM spangrad_internal.builds WHERE {THIS_RUN} AND RolloutId IN {{rollouts}}"
-_OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN {{groups}})"
+_SIZED = f"SELECT GroupId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN {{groups}} AND GroupSize > 0"
+_OF_GROUPS = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND GroupId IN ({_SIZED}))"
 
 
 class BuiltRow(NamedTuple):
@@ -58,11 +65,22 @@ class BuiltRow(NamedTuple):
     rollout: str
     revision: int
     dated: int
-    """Start of its insert, in microseconds of the store's clock."""
+    """Start of its insert, in microseconds of the store's clock; of a group's members, that of the rollout's first revision."""
     mode: str
     group: str
     size: int
     """Number of rollouts of the whole group; 0: unknown."""
+    attempt: int
+    content: int
+    transitions: int
+    rewards: int
+    failure: str
+    drops: int
+
+    @property
+    def key(self) -> Key:
+        """Return the mode and the id of its group."""
+        return self.mode, self.group
 
 
 class BuiltGroups:
@@ -88,6 +106,8 @@ class BuiltGroups:
         self._next_sweep = 0.0
         """Time of the next sweep, in seconds of the monotonic clock."""
         self._seen: set[BuiltRow] = set()
+        self._members: dict[Key, dict[str, BuiltRow]] = {}
+        """Newest revision of each rollout, by group and rollout: groups of known size of which something has arrived since the scan."""
 
     def poll(self, *, arrived: bool = True) -> list[Key]:
         """Return the groups that are whole now, in the order in which they became so; the same list as long as they are the same.
@@ -107,6 +127,7 @@ class BuiltGroups:
     def release(self, keys: Iterable[Key]) -> None:
         """Forget groups: they are trained, or skipped."""
         for key in keys:
+            self._members.pop(key, None)
             if self._whole is not None and self._whole.pop(key, None) is not None:
                 self._sorted = None
 
@@ -114,69 +135,91 @@ class BuiltGroups:
         """Read all of history again with the next poll: groups that were released may count again."""
         self._whole = self._sorted = None
 
+    def rows(self, keys: Collection[Key]) -> list[BuiltRow] | None:
+        """Return the newest revisions of the rollouts of some groups, ordered as the store orders them. None: not all of them are known."""
+        if not self._members.keys() >= set(keys):
+            return None
+        return sorted((row for key in set(keys) for row in self._members[key].values()), key=lambda row: (row.key, row.rollout))
+
     def _scan(self) -> None:
         ((now,),) = self._rows(_NOW)
         # Before they are counted: what becomes visible in between is read again.
         _, seen = self._arrived(int(now) - SWEEP_OVERLAP)
-        self._whole, self._sorted = self._count(THIS_RUN), None
+        builds = builds_sql(self._as_of, THIS_RUN)
+        whole = self._rows(_WHOLE.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
+        self._whole, self._sorted = {(str(mode), str(group)): int(at) for mode, group, at in whole}, None
         self._reads_until = self._swept = int(now)
-        self._next_sweep, self._seen = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen
+        self._next_sweep, self._seen, self._members = time.monotonic() + _SECONDS_BETWEEN_SWEEPS, seen, {}
 
     def _arrived(self, since: int) -> tuple[int, set[BuiltRow]]:
         """Return the store's time, and the rows dated since `since` (microseconds since 1970)."""
         until = f" AND {until_sql(self._as_of)}" if self._as_of else ""
         ((now, rows),) = self._rows(_ARRIVED.format(since=since, until=until))
-        return int(now), {
-            BuiltRow(str(rollout), int(revision), int(dated), str(mode), str(group), int(size))
-            for rollout, revision, dated, mode, group, size in rows
-        }
+        return int(now), {BuiltRow(*row) for row in rows}
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
-        new = arrived - self._seen
-        complete = {} if self._greedy else whole_by_rows(new, self._seen | arrived)
-        if complete:
-            whole.update(complete)
-            self._sorted = None
-        groups = {row.group for row in new if (row.mode, row.group) not in complete}
+        new, revised = arrived - self._seen, {row.rollout for row in self._seen | arrived if row.revision}
+        sized = [row for row in new if row.size or row.key in self._members]
+        self._add_whole([row for row in sized if row.rollout not in revised])
+        unknown = {row.group for row in sized if self._greedy or row.rollout in revised or not self._add(row)}
         # An earlier revision may have been in another group, which has lost the rollout.
         for rollouts in batches_of_keys(row.rollout for row in new if row.revision):
-            groups |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
-        for ids in batches_of_keys(groups):
-            self._count_again(whole, {key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
+            unknown |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
+        for ids in batches_of_keys(unknown):
+            self._read_members({key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
+        self._count_again(whole, {row.key for row in sized} | {key for key in (*whole, *self._members) if key[1] in unknown})
         self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
         self._reads_until = now
         if sweeps:
             self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
 
-    def _count_again(self, whole: dict[Key, int], groups: set[str], where: str) -> None:
-        counted = {key: at for key, at in self._count(where).items() if key[1] in groups}
-        before = {key: whole[key] for key in whole if key[1] in groups} if groups else {}
+    def _add_whole(self, rows: Sequence[BuiltRow]) -> None:
+        """Add groups that have become whole since the last poll: their members are known without another query."""
+        new: dict[Key, dict[str, BuiltRow]] = {}
+        for row in rows:
+            if row.key not in self._members:
+                new.setdefault(row.key, {})[row.rollout] = row
+        self._members |= {key: new[key] for key in whole_groups(row for members in new.values() for row in members.values())}
+
+    def _add(self, row: BuiltRow) -> bool:
+        """Add a rollout to the members of its group, and return whether they are known then."""
+        members = self._members.get(row.key)
+        return members is not None and members.setdefault(row.rollout, row) == row
+
+    def _read_members(self, groups: Collection[str], where: str) -> None:
+        """Read the members of some groups, in every mode; those without a known size have none."""
+        for key in [key for key in self._members if key[1] in groups]:
+            del self._members[key]
+        for (fields,) in self._rows(_MEMBERS.format(builds=builds_sql(self._as_of, where))):
+            row = BuiltRow(*fields)
+            if row.group in groups:
+                self._members.setdefault(row.key, {})[row.rollout] = row
+
+    def _count_again(self, whole: dict[Key, int], keys: Collection[Key]) -> None:
+        members = [row for key in keys for row in self._members.get(key, {}).values()]
+        counted, before = whole_groups(members, greedy=self._greedy), {key: whole[key] for key in keys if key in whole}
         if counted != before:
             for key in before:
                 del whole[key]
             whole.update(counted)
             self._sorted = None
 
-    def _count(self, where: str) -> dict[Key, int]:
-        builds = builds_sql(self._as_of, where)
-        rows = self._rows(_WHOLE.format(builds=builds, compared=_COMPARED.format(builds=builds) if self._greedy else ""))
-        return {(str(mode), str(group)): int(at) for mode, group, at in rows}
 
+def whole_groups(members: Iterable[BuiltRow], *, greedy: bool = False) -> dict[Key, int]:
+    """Return the groups that are whole by their members, and the time at which each became so, in microseconds.
 
-def whole_by_rows(new: Collection[BuiltRow], known: Collection[BuiltRow]) -> dict[Key, int]:
-    """Return the groups of `new` rows that are whole by the `known` ones, which need not be all of their rows, and since when.
-
-    A group with a rollout that was built anew is left out: the rollout may have moved there.
+    Args:
+        members: of some groups in every mode, a row a rollout; those of size 0 do not count.
+        greedy: a group is whole only with its greedy rollout, which is none of its size.
     """
-    groups: dict[Key, list[BuiltRow]] = {(row.mode, row.group): [] for row in new}
-    for row in known:
-        if (row.mode, row.group) in groups:
-            groups[row.mode, row.group].append(row)
-    anew = {row.rollout for row in known if row.revision}
+    groups: dict[Key, list[BuiltRow]] = {}
+    for row in members:
+        groups.setdefault(row.key, []).append(row)
     return {
         key: max(row.dated for row in rows)
         for key, rows in groups.items()
-        if 0 < max(row.size for row in rows) <= len({row.rollout for row in rows}) and anew.isdisjoint(row.rollout for row in rows)
+        if 0 < max(row.size for row in rows) <= sum(row.size > 0 for row in rows)
+        and not (greedy and (key[0] == Mode.GREEDY or (Mode.GREEDY.value, key[1]) not in groups))
     }

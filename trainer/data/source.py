@@ -23,7 +23,7 @@ from spangrad.types import AttemptFailure, Mode
 from trainer.credit.learning import ESTIMATORS, Need
 from trainer.credit.overlong import with_overlong
 from trainer.credit.roles import cancelling_roles, count_own_roles, count_roles, missing_roles
-from trainer.data.built_groups import THIS_RUN, VISIBLE_SECONDS, BuiltGroups
+from trainer.data.built_groups import THIS_RUN, VISIBLE_SECONDS, BuiltGroups, Key
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -58,6 +58,22 @@ FROM {builds} AS v
 WHERE {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt
 """
+
+_BUILT = {
+    "RolloutId": pl.String(),
+    "Revision": pl.UInt32(),
+    "Dated": pl.Int64(),
+    "Mode": pl.String(),
+    "GroupId": pl.String(),
+    "GroupSize": pl.UInt32(),
+    "Attempt": pl.UInt16(),
+    "Content": pl.UInt64(),
+    "Transitions": pl.UInt32(),
+    "Rewards": pl.UInt32(),
+    "Failure": pl.String(),
+    "Drops": pl.UInt32(),
+}
+"""Columns of `BuiltRow`."""
 
 _TRANSITIONS = """
 SELECT RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt, Revision, Content, Turn, CallId, TransitionId, TraceId, SpanId,
@@ -268,7 +284,11 @@ class GroupReader:
 
     def load(self, groups: Sequence[Group]) -> Loaded:
         """Read the rollouts and transitions of some groups."""
-        return self._load(groups, "TRUE")
+        known = self._built.rows(self._keys_of(groups))
+        if known is None:
+            return self._load(groups, lambda: self._builds_of(groups, "TRUE"))
+        builds = pl.DataFrame(known, schema=_BUILT, orient="row")
+        return self._load(groups, lambda: builds.with_columns(RunId=pl.lit(self._run), BuildSpec=pl.lit(self.build_spec)))
 
     def load_batch(self, rollouts: Sequence[BatchRollout]) -> Loaded:
         """Read what a batch was made of: its rollouts at the revisions that it trained, which newer ones may have followed.
@@ -280,17 +300,28 @@ class GroupReader:
         """
         ids, revisions = constant(rollout.rollout_id for rollout in rollouts), [rollout.revision for rollout in rollouts]
         trained = f"(RolloutId, Revision) IN arrayZip({ids}, {revisions}) OR Mode = '{Mode.GREEDY.value}'"
-        return self._load(list(dict.fromkeys(rollout.group for rollout in rollouts)), trained)
+        groups = list(dict.fromkeys(rollout.group for rollout in rollouts))
+        return self._load(groups, lambda: self._builds_of(groups, trained))
 
-    def _load(self, groups: Sequence[Group], revisions: str) -> Loaded:
-        """Read groups of one run and specification, at the newest of the revisions that a condition admits."""
-        named = [(mode, group.group_id) for group in groups for mode in (group.mode, *([Mode.GREEDY.value] if self._greedy else []))]
-        in_groups = _IN_GROUPS.format(modes=constant(mode for mode, _ in named), groups=constant(group for _, group in named))
+    def _keys_of(self, groups: Sequence[Group]) -> list[Key]:
+        """Return modes and ids of what is read of some groups."""
+        return [(mode, group.group_id) for group in groups for mode in (group.mode, *([Mode.GREEDY.value] if self._greedy else []))]
+
+    def _in_groups(self, groups: Sequence[Group]) -> str:
+        keys = self._keys_of(groups)
+        return _IN_GROUPS.format(modes=constant(mode for mode, _ in keys), groups=constant(group for _, group in keys))
+
+    def _builds_of(self, groups: Sequence[Group], revisions: str) -> pl.DataFrame:
+        """Read the rollouts of groups of one run and specification, at the newest of the revisions that a condition admits."""
+        in_groups = self._in_groups(groups)
         same_rollouts = f"{THIS_RUN} AND RolloutId IN (SELECT RolloutId FROM spangrad_internal.builds WHERE {THIS_RUN} AND {in_groups})"
-        where = f"{same_rollouts} AND ({revisions})"
-        names = {"run": groups[0].run_id, "spec": groups[0].build_spec} if groups else {}
-        reading = self._beside.submit(self._frame, _BUILDS.format(builds=builds_sql(self._as_of, where), in_groups=in_groups), names)
-        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=in_groups), names)
+        builds = builds_sql(self._as_of, f"{same_rollouts} AND ({revisions})")
+        return self._frame(_BUILDS.format(builds=builds, in_groups=in_groups), groups)
+
+    def _load(self, groups: Sequence[Group], builds_of: Callable[[], pl.DataFrame]) -> Loaded:
+        """Read the transitions of groups of one run and specification; their rollouts are read beside."""
+        reading = self._beside.submit(builds_of)
+        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=self._in_groups(groups)), groups)
         builds = reading.result()
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
@@ -323,7 +354,9 @@ class GroupReader:
         own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
         return with_overlong(transitions, own, self._trainer)
 
-    def _frame(self, query: str, names: Mapping[str, str]) -> pl.DataFrame:
+    def _frame(self, query: str, groups: Sequence[Group]) -> pl.DataFrame:
+        """Return the result of a query of the run and the specification of some groups, which share them."""
+        names = {"run": groups[0].run_id, "spec": groups[0].build_spec} if groups else {}
         parameters = {"run": self._run, "spec": self.build_spec, **names}
         with store_errors(self._url):
             table = self._client.query_arrow(query, parameters=parameters, use_strings=True, settings=LONG)
