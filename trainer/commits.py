@@ -67,7 +67,7 @@ class StepLease:
             rollouts: of the batch.
             parent: version that is trained.
         """
-        self._commits, self._rollouts, self._parent = commits, rollouts, parent
+        self._commits, self.rollouts, self.parent = commits, rollouts, parent
         self._lease: BatchLease | None = None
         self._beats = ExitStack()
 
@@ -105,9 +105,9 @@ class StepLease:
     def _take(self) -> None:
         transaction = self._commits.transaction
         with self._commits.clock.stage("lease"):
-            self._lease = transaction.begin(self._rollouts, self._parent)
+            self._lease = transaction.begin(self.rollouts, self.parent)
         if self._lease is None:
-            raise HeadMovedError(f"branch {self._parent.branch} has a head other than version {self._parent.version}, or is about to.")
+            raise HeadMovedError(f"branch {self.parent.branch} has a head other than version {self.parent.version}, or is about to.")
         self._beats.enter_context(beating(transaction.branch.ledger, self._lease))
 
 

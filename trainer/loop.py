@@ -1,4 +1,4 @@
-"""The trainer: ready groups -> credit -> lease -> step -> checkpoint -> commit -> mirror -> publish, as often as there are batches.
+"""The trainer: ready groups -> lease -> credit -> step -> checkpoint -> commit -> mirror -> publish, as often as there are batches.
 
 In: the settings; through them the span store, the model and the gateway. Out: policy versions. Invariant: at every instruction the
 ledger knows enough to resume. A lease without a commit is undone, at once when this process fails or is asked to stop, else at the next
@@ -276,21 +276,13 @@ class Trainer:
             return self._step(loaded)
 
     def _step(self, loaded: Loaded) -> bool:
-        parent = self._head or self.branch.head()
-        # The head may have moved since the start: only the version to train is loaded.
-        settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
-        with self.clock.stage("credit"):
-            lineage = self.branch.lineage()
-            batch, facts, calls = assemble(
-                loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=parent.tokenizer_hash
-            )
-            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready)
-            facts |= self._retries() | self.batches.figures() | self.phases.figures()
-            history = [version.metrics for version in self.branch.newest(settings.alarms.gaming_versions - 1)]
-            facts |= alarms.gaming([*history, facts], settings.alarms)
+        parent, batch = self._head or self.branch.head(), None
+        step = StepLease(self.commits, loaded.rollouts, parent)
         try:
             with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError, HeadMovedError)):
-                trained = self._train(loaded, batch, facts, calls, parent)
+                with step.begun():
+                    batch, facts, calls = self._assemble(loaded, parent)
+                    trained = self._train(step, batch, facts, calls)
                 committed = self.commits.submit(trained)
         except (BadRowsError, AlreadyTrainedError) as error:
             self._refuse(error, loaded, batch, parent)
@@ -303,6 +295,18 @@ class Trainer:
         self.lookahead.check()
         self.clock.end()
         return True
+
+    def _assemble(self, loaded: Loaded, parent: LedgerVersion) -> tuple[Batch, dict[str, float], pl.DataFrame]:
+        """Return the batch of a step from `parent`, the metrics known before it, and its calls."""
+        # The head may have moved since the start: only the version to train is loaded.
+        settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
+        with self.clock.stage("credit"):
+            lineage, own = self.branch.lineage(), parent.tokenizer_hash
+            batch, facts, calls = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=own)
+            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready)
+            facts |= self._retries() | self.batches.figures() | self.phases.figures()
+            history = [version.metrics for version in self.branch.newest(settings.alarms.gaming_versions - 1)]
+            return batch, facts | alarms.gaming([*history, facts], settings.alarms), calls
 
     @property
     def _overlaps(self) -> bool:
@@ -338,17 +342,16 @@ class Trainer:
                 self.publishing.wait()  # the held-out tasks are for this version
             self.evaluation_command.start(number)
 
-    def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch, parent: LedgerVersion) -> None:
+    def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch | None, parent: LedgerVersion) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
         try:
             with self.shutdown.shielded():
                 if isinstance(error, AlreadyTrainedError):
                     self.batches.skip_claimed(error.groups, parent)
                 else:
-                    groups = batch_groups(
-                        loaded, self.settings.trainer, lineage=self.branch.lineage(), tokenizer_hash=parent.tokenizer_hash
-                    )
-                    self.batches.refuse(error, groups, batch.group.tolist(), parent)
+                    lineage, own = self.branch.lineage(), parent.tokenizer_hash
+                    groups = batch_groups(loaded, self.settings.trainer, lineage=lineage, tokenizer_hash=own)
+                    self.batches.refuse(error, groups, batch.group.tolist() if batch else [], parent)
         finally:
             for version in self.branch.undo_leases(self.settings):
                 self._copy(version)
@@ -377,17 +380,14 @@ class Trainer:
         publishing = self.publishing.outage.take_retries() if self.publishing else 0
         return {"publish_retries": float(publishing), "store_retries": float(self.store_outage.take_retries())}
 
-    def _train(
-        self, loaded: Loaded, batch: Batch, facts: dict[str, float], calls: pl.DataFrame, parent: LedgerVersion
-    ) -> UncommittedVersion:
-        """Lease a version, and train it.
+    def _train(self, step: StepLease, batch: Batch, facts: dict[str, float], calls: pl.DataFrame) -> UncommittedVersion:
+        """Train the version of a step that has begun.
 
         Raises:
             HeadMovedError: another trainer's step is under way, or the branch has another head by now; the optimizer is as before.
         """
-        step = StepLease(self.commits, loaded.rollouts, parent)
-        with step.begun(), self.lookahead.beside():
-            optimizer = self._load(parent)
+        with self.lookahead.beside():
+            optimizer = self._load(step.parent)
             with self.clock.stage("train"):
                 metrics = optimizer.step(batch, step.take)
             with self.clock.stage("collect"):
@@ -396,5 +396,5 @@ class Trainer:
             metrics |= {**self.clock.seconds(), **optimizer.pass_seconds, **facts}
             metrics["tokens_per_second"] = metrics["tokens"] / max(metrics["seconds_train"], 1e-9)
             lease, beats = step.hand_on()
-            version = self.branch.leased(lease, parent, metrics)
-            return UncommittedVersion(lease, version, loaded.rollouts, calls, optimizer.write, self.clock.stages, beats)
+            version = self.branch.leased(lease, step.parent, metrics)
+            return UncommittedVersion(lease, version, step.rollouts, calls, optimizer.write, self.clock.stages, beats)

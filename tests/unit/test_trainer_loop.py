@@ -15,6 +15,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+import sqlalchemy as sa
 
 from spangrad.errors import GatewayError, LedgerError, SettingsError, TrainerError
 from spangrad.settings import Selection
@@ -27,7 +28,7 @@ from trainer.data.source import Group, Loaded
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import prepare
 from trainer.ledger.skips import MASKS, SkipReason
-from trainer.ledger.tables import LedgerVersion
+from trainer.ledger.tables import LEASES, LedgerVersion
 from trainer.shutdown import Shutdown, Stopped
 
 MASKED = dict.fromkeys((f"masked_{reason.value}" for reason in MASKS), 0.0)
@@ -93,6 +94,20 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
     assert re.search(rf"step 2 -> version 2: {facts}, {stages}, publish 0\.25 s, idle \d+%\n", caplog.text)
     trainer.run(follow=False)
     assert list(committed(trainer)) == [0, 1, 2], "a second run trains nothing"
+
+
+def test_trainer_leases_groups_before_it_derives_credit(tmp_path: Path, base: Path):
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(["a", "b"]))
+    normalise, leases = trainer.normalise, list[int]()
+
+    def count_leases(units: Any) -> Any:
+        with trainer.ledger.database.reading() as connection:
+            leases.append(len(connection.execute(sa.select(LEASES)).all()))
+        return normalise(units)
+
+    trainer.normalise = count_leases
+    trainer.run(follow=False)
+    assert leases == [1]
 
 
 def test_trainer_batch_has_advantages_and_staleness(tmp_path: Path, base: Path):
