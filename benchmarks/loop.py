@@ -47,13 +47,13 @@ MOST_IDLE, MOST_READY_TO_LEASED_MS, LEAST_RATIO = 0.10, 150.0, 1.8
 """Goals: idle shares of trainer and engine, the wait on a fast day, steps a second against batch by batch."""
 _CALIBRATION_SECONDS = 2.0
 _LEASED = """
-SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']), min(toUnixTimestamp64Nano(child.Timestamp)) / 1e9
+SELECT toUInt32(root.SpanAttributes['spangrad.trainer.version']), min(toUnixTimestamp64Nano(child.Timestamp) + child.Duration) / 1e9
 FROM otel.otel_traces AS root
 INNER JOIN otel.otel_traces AS child ON child.TraceId = root.TraceId AND child.ParentSpanId = root.SpanId
-WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step' AND child.SpanName = 'train'
+WHERE root.ServiceName = 'spangrad-trainer' AND root.SpanName = 'train step' AND child.SpanName = 'lease'
 GROUP BY 1
 """
-"""Query of the time at which each version's batch was leased: its optimizer step began then."""
+"""Query of the time at which each version's batch was leased."""
 _READY = """
 SELECT b.Version, max(toUnixTimestamp64Micro(r.IngestedAt)) / 1e6
 FROM spangrad.batches AS b INNER JOIN spangrad.rollout_spans AS r ON r.RolloutId = b.RolloutId
