@@ -28,7 +28,8 @@ from spangrad.processes import die_with_parent, kill_group
 _RETRY_SECONDS = (0.1, 1.0, 5.0, 30.0)
 """Pauses before a process is started again, in seconds; the last one repeats. A process that has served begins anew."""
 _START_SECONDS = 300.0
-"""Time that a process has to serve when it is started again, in seconds; then it is killed, and the next one is started."""
+"""Time that a process has to serve, in seconds. Then the server does not start; one that was started again is killed, and the next one
+started."""
 _END_SECONDS = 5.0
 """Time that a process has to close its environments when the server ends, in seconds."""
 _PINGS_SECONDS = 1.0
@@ -195,12 +196,20 @@ class Shards:
         """Start the processes, and wait for all of them.
 
         Raises:
-            EnvironmentsError: no environment can be created.
+            EnvironmentsError: no environment can be created, or a process does not serve in time.
         """
         for slot in range(self._count):
             self._processes[slot] = await ShardProcess.start(self._command)
-        descriptions = await asyncio.gather(*(process.described for process in self._processes.values()))
-        self.description = descriptions[0]
+        descriptions = [process.described for process in self._processes.values()]
+        done, hanging = await asyncio.wait(descriptions, timeout=_START_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
+        for described in done:
+            self.description = described.result()
+        if hanging:
+            pids = ", ".join(str(process.pid) for process in self._processes.values() if process.described in hanging)
+            raise EnvironmentsError(
+                f"the environment {self._command.factory} was not created within {_START_SECONDS:g} s (process {pids}). Its own "
+                "messages are above, in the output of this server; see what it waits for as it is imported or created."
+            )
         self._tasks = [asyncio.create_task(self._keep(slot, process), name=f"shard {slot}") for slot, process in self._processes.items()]
         self._tasks.append(asyncio.create_task(self._watch(), name="shards"))
 

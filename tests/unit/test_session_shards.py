@@ -138,6 +138,22 @@ def test_shard_starts_that_fail_are_repeated_until_sessions_open(monkeypatch: py
         assert reason in caplog.text
 
 
+def test_shards_start_of_process_that_hangs_raises_with_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    FailingStarts.failures = ["none", "hangs"]
+    FailingStarts.killed = []
+
+    async def scenario() -> None:
+        shards = Shards(ShardCommand("games:Chess", Path(), {}), 2, 1.0)
+        try:
+            with pytest.raises(EnvironmentsError, match=r"games:Chess was not created within 300 s \(process 0\)\. Its own messages"):
+                await shards.start()
+        finally:
+            await shards.stop()
+
+    monkeypatch.setattr(shards_module, "ShardProcess", FailingStarts)
+    run_in_virtual_time(scenario())
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
