@@ -327,6 +327,18 @@ async def serve(factory: str, requests: socket.socket, responses: socket.socket)
     await shard.close()
 
 
+def run_to_end(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine in an event loop to its end: an exit or an interrupt in another task of the loop ends that task alone."""
+    task = loop.create_task(work)
+    while not task.done():
+        try:
+            loop.run_until_complete(task)
+        except (SystemExit, KeyboardInterrupt) as error:
+            if task.done():
+                raise
+            print(f"a task of an environment has ended by {failure_text(error)}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Serve the sessions that the server opens, until it ends."""
     parser = argparse.ArgumentParser(prog="python -m runner.sessions.shard")
@@ -339,7 +351,7 @@ def main() -> None:
     sys.path.insert(0, str(args.path.resolve()))
     requests, responses = (socket.socket(fileno=number) for number in args.sockets)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(args.factory, requests, responses))
+        run_to_end(runner.get_loop(), serve(args.factory, requests, responses))
         kill_group(os.getpid())  # what environments have left running, and threads that hang
 
 

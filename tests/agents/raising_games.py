@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable
 from itertools import count
 from typing import Any
@@ -95,6 +96,19 @@ class AsyncCancelsItself(AsyncPanics):
         result = await self._later(action)
         await asyncio.sleep(0)
         return result
+
+
+class AsyncExitsInTask(AsyncPanics):
+    """Starts tasks and callbacks that exit, and awaits none of them."""
+
+    def fail(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.tasks = [asyncio.create_task(self._exit()) for _ in range(2)]
+        loop.call_soon(sys.exit, 4)
+        loop.call_later(0.01, sys.exit, 5)
+
+    async def _exit(self) -> None:
+        sys.exit(3)
 
 
 class PanicsWhenCreated(PlainPanics):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,6 +56,17 @@ async def test_env_serve_step_that_raises_anything_ends_no_other_session(environ
         assert (await ask(second, "step", {"text": "on"}))["observation"] == {"text": "on"}
         if "Open a new one" not in sentence:
             assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
+
+
+async def test_env_serve_task_of_environment_that_exits_ends_no_session(capfd: pytest.CaptureFixture[str]) -> None:
+    async with served("AsyncExitsInTask") as client, client.ws_connect("/ws") as first, client.ws_connect("/ws") as second:
+        for connection in (first, second):
+            await ask(connection, "reset")
+        for action in ("raise", "on", "raise", "on"):
+            for connection in (first, second):
+                assert (await ask(connection, "step", {"text": action}))["observation"] == {"text": action}
+            await asyncio.sleep(0.1)
+    assert "a task of an environment has ended by SystemExit: " in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("environment", ["PanicsWhenCreated", "AsyncPanicsWhenCreated"])
