@@ -32,7 +32,7 @@ def plan(
 
     Args:
         model: directory of the model, or its config.json.
-        gpus: GPUs of one node, as COUNTxMEMORY in GB or COUNTxNAME: 8x80, 8xH100.
+        gpus: GPUs of one node, at most 64, as COUNTxMEMORY in GB or COUNTxNAME: 8x80, 8xH100.
         nodes: number of nodes.
         host_memory: main memory of a node, in GB. Default: what is needed is shown and held against nothing.
         write: settings file (TOML) that is written with the settings that fit; an existing one is refused.

@@ -285,7 +285,7 @@ def test_cluster_of_takes_memory_or_name(gpus: str, name: str, gigabytes: float)
     assert (cluster.per_host, cluster.hosts) == (int(gpus[0]), 2)
 
 
-@pytest.mark.parametrize("gpus", ["8", "0x80", "8x", "x80", "8xB0", "8x-1", "8 x 80", "8x00080"])
+@pytest.mark.parametrize("gpus", ["8", "0x80", "8x", "x80", "8xB0", "8x-1", "8 x 80", "8x00080", "65x80", "999x80"])
 def test_cluster_of_other_text_is_refused_with_remedy(gpus: str) -> None:
     with pytest.raises(SettingsError, match=r"8x80"):
         cluster_of(gpus, 1)

@@ -62,6 +62,8 @@ ALL_REDUCE_SECONDS = 15e-6
 """Time of a sum over a host's GPUs, however little is summed. An assumption."""
 DECODE_SHARE = 0.6
 """Share of the memory's rate that decoding reaches. An assumption."""
+_MOST_PER_HOST = 64
+"""Largest number of GPUs of a host: no host has more, and the time of a search grows with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +81,18 @@ def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> GpuCluste
     """Return the cluster that a command line describes.
 
     Args:
-        gpus: COUNTxMEMORY in GB, such as 8x80, or COUNTxNAME, such as 8xH100: the GPUs of one host.
+        gpus: COUNTxMEMORY in GB, such as 8x80, or COUNTxNAME, such as 8xH100: the GPUs of one host, at most 64.
         hosts: number of hosts.
         host_gb: memory of a host, in GB.
 
     Raises:
         SettingsError: it is of another form, or names no known GPU.
     """
-    match = re.fullmatch(r"([1-9]\d{0,2})x(.+)", gpus.strip())
-    if match is None or hosts < 1 or (host_gb is not None and not 0 < host_gb < 1e9):
+    match = re.fullmatch(r"([1-9]\d?)x(.+)", gpus.strip())
+    if match is None or int(match[1]) > _MOST_PER_HOST or hosts < 1 or (host_gb is not None and not 0 < host_gb < 1e9):
         raise SettingsError(
-            f"--gpus {gpus!r} on --nodes {hosts} is no cluster. Write the GPUs of one host as COUNTxMEMORY in GB or COUNTxNAME, such as "
-            "8x80 or 8xH100, and the number of hosts as --nodes."
+            f"--gpus {gpus!r} on --nodes {hosts} is no cluster. Write the GPUs of one host, at most {_MOST_PER_HOST}, as COUNTxMEMORY "
+            "in GB or COUNTxNAME, such as 8x80 or 8xH100, and the number of hosts as --nodes."
         )
     return GpuCluster(_gpu(match[2]), int(match[1]), hosts, None if host_gb is None else int(host_gb * 1e9))
 
