@@ -184,7 +184,9 @@ class WholeStore:
 
     def __init__(self, ledger: Ledger) -> None:
         rows = ledger.versions()
-        self._versions = [(row.version, row.status, row.policy_version.checksum, row.metrics) for row in rows]
+        # A NaN that comes from a store is another object than that of the ledger.
+        metrics = [{name: float(str(value)) for name, value in row.metrics.items()} for row in rows]
+        self._versions = [(row.version, row.status, row.policy_version.checksum, of) for row, of in zip(rows, metrics, strict=True)]
         self._batches = {batch: len(ledger.batch(batch)) for row in rows if (batch := row.policy_version.batch_id)}
 
     def query(self, sql: str, parameters: Mapping[str, object]) -> SimpleNamespace:
@@ -215,6 +217,15 @@ def statements_of_catching_up(directory: Path, steps: int) -> list[int]:
     trainer.close()
     trainer.ledger.close()
     return counts
+
+
+def test_mirror_metrics_that_are_no_numbers_are_written_once(tmp_path: Path) -> None:
+    trainer = trainer_after(2, tmp_path / "2", 0)
+    trainer.ledger.add_metrics(2, {"validate_return": float("nan")})
+    store: Any = WholeStore(trainer.ledger)
+    assert Mirror(store, StoreSettings(), trainer.ledger).catch_up() == 0
+    trainer.close()
+    trainer.ledger.close()
 
 
 def test_mirror_row_written_before_newer_one_is_written_again(tmp_path: Path) -> None:

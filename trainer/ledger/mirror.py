@@ -8,7 +8,8 @@ were orphaned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,12 +79,12 @@ class Mirror:
         with store_errors(self._url):
             rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
-        stored = {int(number): (status, checksum, dict(metrics)) for number, status, checksum, metrics in rows}
+        stored = {int(number): (status, checksum, _comparable(metrics)) for number, status, checksum, metrics in rows}
         counts = {str(batch): int(count) for batch, count in batches}
         outdated = [
             version
             for version in versions
-            if stored.get(version.version) != (version.status, version.policy_version.checksum, version.metrics)
+            if stored.get(version.version) != (version.status, version.policy_version.checksum, _comparable(version.metrics))
             or (
                 version.status is VersionStatus.COMMITTED
                 and counts.get(version.policy_version.batch_id or "", 0) != sizes.get(version.policy_version.batch_id or "", 0)
@@ -160,6 +161,11 @@ def _file_rows(version: LedgerVersion, batch_id: str, file_batch: FileBatch) -> 
         [*names, file_batch.method, file_batch.run, file_batch.step, file_batch.steps, file.name, file.checksum, file.size, file.rows]
         for file in file_batch.files
     ]
+
+
+def _comparable(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics with None in place of NaN, which equals nothing."""
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}
 
 
 def _version_row(version: LedgerVersion) -> list[object]:
