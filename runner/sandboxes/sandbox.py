@@ -186,19 +186,19 @@ class Sandbox:
         Raises:
             SandboxRequestError: it cannot be started.
         """
-        inner_in, outer_in = os.pipe()
-        outer_out, inner_out = os.pipe()
-        outer_err, inner_err = os.pipe()
+        pipes: list[int] = []
         try:
+            for _ in range(3):
+                pipes += os.pipe()
+            inner_in, outer_in, outer_out, inner_out, outer_err, inner_err = pipes
             inner = [inner_in, inner_out, inner_err]
             process, ended = await self.start_program(command, inner, environment=environment, directory=directory)
         except BaseException:
-            for descriptor in (outer_in, outer_out, outer_err):
+            for descriptor in pipes:
                 os.close(descriptor)
             raise
-        finally:
-            for descriptor in (inner_in, inner_out, inner_err):
-                os.close(descriptor)
+        for descriptor in inner:
+            os.close(descriptor)
         return SandboxProcess(self, process, ended, outer_in, outer_out, outer_err)
 
     async def run(

@@ -298,23 +298,27 @@ class ToolSession:
             asyncio.get_running_loop().remove_reader(descriptor)
 
     async def _start(self) -> None:
-        self._terminal, terminal = pty.openpty()
-        self._attributes = termios.tcgetattr(terminal)
-        self._attributes[1] &= ~termios.OPOST  # lines end as the program wrote them
-        self._attributes[3] &= ~termios.ECHO
-        termios.tcsetattr(terminal, termios.TCSANOW, self._attributes)
-        actions, self._actions = os.pipe()
-        self._statuses, statuses = os.pipe()
-        inner = [terminal, terminal, terminal, actions, statuses]
-        for descriptor in (self._terminal, self._actions, self._statuses):
-            os.set_blocking(descriptor, False)
+        inner: list[int] = []
         try:
-            self._pid, self._ended = await self._sandbox.start_program(self._command, inner, environment=_ENVIRONMENT, terminal=True)
+            self._terminal, terminal = pty.openpty()
+            inner.append(terminal)
+            self._attributes = termios.tcgetattr(terminal)
+            self._attributes[1] &= ~termios.OPOST  # lines end as the program wrote them
+            self._attributes[3] &= ~termios.ECHO
+            termios.tcsetattr(terminal, termios.TCSANOW, self._attributes)
+            actions, self._actions = os.pipe()
+            inner.append(actions)
+            self._statuses, statuses = os.pipe()
+            inner.append(statuses)
+            for descriptor in (self._terminal, self._actions, self._statuses):
+                os.set_blocking(descriptor, False)
+            streams = [terminal, terminal, *inner]
+            self._pid, self._ended = await self._sandbox.start_program(self._command, streams, environment=_ENVIRONMENT, terminal=True)
         except BaseException:
             self._close()
             raise
         finally:
-            for descriptor in {*inner}:
+            for descriptor in inner:
                 os.close(descriptor)
 
     async def _end(self) -> None:

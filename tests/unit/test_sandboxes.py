@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import platform
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from runner.sandboxes.agent_sandbox import open_agent_sandbox, policy_of
 from runner.sandboxes.engines import prepare
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
+from runner.sandboxes.sandbox import Sandbox
+from runner.tools.session import ToolSession
 from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad.agent.command import SandboxLaunch
 from spangrad.errors import SandboxError
@@ -31,6 +37,37 @@ def test_visible_paths_below_others_are_left_out(tmp_path: Path) -> None:
     assert Path("/usr/lib") not in shown
     assert Path("/etc/shadow") not in shown
     assert Path("/etc") not in shown
+
+
+def descriptors() -> set[str]:
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
+
+
+async def open_program() -> None:
+    await Sandbox.open_process(cast("Sandbox", None), ["true"])
+
+
+async def open_session() -> None:
+    async with ToolSession.shell(cast("Sandbox", None), 1):
+        pass
+
+
+@pytest.mark.parametrize(("start", "count"), [(open_program, 1), (open_program, 2), (open_session, 0), (open_session, 1)])
+async def test_program_start_without_descriptors_leaves_none_open(
+    start: Callable[[], Awaitable[None]], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = descriptors()
+    pipes = iter([os.pipe() for _ in range(count)])
+
+    def pipe() -> tuple[int, int]:
+        if (ends := next(pipes, None)) is None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return ends
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(OSError, match="Too many open files"):
+        await start()
+    assert descriptors() == before
 
 
 def test_require_narrow_home_directory_is_refused() -> None:
