@@ -95,11 +95,13 @@ def _put(
     if file != "-" and not Path(file).is_file():
         raise PromptError(f"{file} is no file. Name one that holds the prompt's text, or `-` for standard input.")
     raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    where = "standard input" if file == "-" else file
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        where = "standard input" if file == "-" else file
         raise PromptError(f"{where} is not UTF-8 at byte {error.start} ({error.reason}). Give the prompt's text in UTF-8.") from None
+    if "\0" in text:
+        raise PromptError(f"{where} holds a null character at byte {raw.index(0)}, as UTF-16 does. Give the prompt's text in UTF-8.")
     kept = _store(resolve(config, set_), _CONNECT_SECONDS).put(name, text, publish=publish)
     print(f"{kept.name}@{kept.version}{' (published)' if kept.published else ''}")
 

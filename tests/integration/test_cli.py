@@ -74,6 +74,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["config", "--set", "nonsense"], {}, 2, "--set 'nonsense' is not SECTION.KEY=VALUE."),
         (["config", "--config", "."], {}, 2, "settings file . cannot be read (Is a directory)."),
         (["prompt", "put", "p", "latin.txt"], {}, 1, "latin.txt is not UTF-8 at byte 3 (invalid continuation byte)."),
+        (["prompt", "put", "p", "utf16.txt"], {}, 1, "utf16.txt holds a null character at byte 1, as UTF-16 does."),
         (["train", "--follow", "--once"], {}, 2, "--follow, --once and --plan contradict each other"),
         (["train", "--json"], {}, 2, "--json is the form of a plan: give --plan with it."),
         (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "no span store answers at http://127.0.0.1:9"),
@@ -143,6 +144,7 @@ def test_user_errors_are_one_sentence_with_exit_code(
     arguments: list[str], env: dict[str, str], code: int, sentence: str, tmp_path: Path
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"Caf\xe9 au lait")
+    (tmp_path / "utf16.txt").write_text("au lait", "utf-16-le")
     answer = spangrad(*arguments, cwd=tmp_path, **env)
     assert sentence in answer.stderr
     assert "Traceback" not in answer.stderr
