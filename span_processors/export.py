@@ -23,7 +23,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -344,16 +344,21 @@ class LosslessSpanProcessor(LosslessQueue[ReadableSpan], SpanProcessor):
 
 
 def approximate_bytes(span: ReadableSpan) -> int:
-    """Return the approximate size of a span in bytes: its texts and arrays count, its fixed fields are a constant."""
-    size = 200 + len(span.name)
-    for attributes in (span.attributes, *(record.attributes for record in (*span.events, *span.links))):
-        for key, value in (attributes or {}).items():
-            size += len(key) + 8
-            if isinstance(value, str | bytes):
-                size += len(value)
-            elif isinstance(value, Sequence):
-                size += sum(8 + len(item) if isinstance(item, str | bytes) else 8 for item in value)
-    return size
+    """Return the approximate size of a span in bytes: its texts, arrays and maps count, its fixed fields are a constant."""
+    records = (span, *span.events, *span.links)
+    return 200 + len(span.name) + sum(_value_bytes(record.attributes or {}) for record in records)
+
+
+def _value_bytes(value: object) -> int:
+    if isinstance(value, int | float):  # first: most values are items of arrays of token ids and logprobs
+        return 0
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + 8 + _value_bytes(item) for key, item in cast("Mapping[str, object]", value).items())
+    if isinstance(value, Sequence):
+        return sum(8 + _value_bytes(item) for item in cast("Sequence[object]", value))
+    return 0
 
 
 def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:

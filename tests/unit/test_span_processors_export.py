@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 import pytest
 from opentelemetry import baggage
@@ -22,8 +23,10 @@ from spangrad.semconv import PROCESS_ID, ROLLOUT_ATTEMPT, SEQ
 from tests.support.otlp import OtlpSink
 from tests.support.spans import provider_with
 
+TEXT = "x" * 3000
 
-def emit(provider: TracerProvider, count: int, **attributes: str) -> None:
+
+def emit(provider: TracerProvider, count: int, **attributes: Any) -> None:
     tracer = provider.get_tracer("test")
     for number in range(count):
         tracer.start_span(f"span-{number}", attributes=attributes).end()
@@ -219,10 +222,11 @@ def test_lossless_span_processor_concurrent_flushes_share_requests() -> None:
         provider.shutdown()
 
 
-def test_lossless_span_processor_batches_are_bounded_by_bytes() -> None:
+@pytest.mark.parametrize("value", [TEXT, [TEXT], {"a": TEXT}, [[{"a": {"b": [TEXT]}}]]])
+def test_lossless_span_processor_batches_are_bounded_by_bytes(value: Any) -> None:
     with OtlpSink() as sink:
         provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), batch_bytes=10_000, delay_seconds=60))
-        emit(provider, 30, text="x" * 3000)
+        emit(provider, 30, text=value)
         assert provider.force_flush()
         assert len(sink.spans) == 30
         assert max(int(request["content-length"]) for request in sink.requests) < 11_000
