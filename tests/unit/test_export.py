@@ -45,6 +45,14 @@ def test_dialogue_of_chat() -> None:
         dialogue(request, answer, 2)
 
 
+def test_dialogue_names_and_ids_that_are_no_texts_become_texts() -> None:
+    fields = {"role": "tool", "name": 10**30, "tool_call_id": 5, "reasoning_content": ["a"]}
+    answer = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
+    read_message = dialogue({"messages": [{"content": "x", **fields}]}, answer, 0).prompt[0]
+    expected = {"role": "tool", "content": "x", "name": f"{10**30}", "tool_call_id": "5", "reasoning_content": '["a"]'}
+    assert read_message == expected
+
+
 def test_dialogue_with_images_keeps_parts() -> None:
     parts = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "u"}}]
     read = dialogue({"messages": [{"role": "user", "content": parts}]}, {"choices": [{"message": HELLO}]}, 0)

@@ -170,7 +170,7 @@ def message(role: str, content: object, calls: Iterable[object] = (), **more: ob
     result: Message = {"role": "system" if role == "developer" else role, "content": text(content)}
     if tool_calls := [tool_call(call) for call in calls]:
         result["tool_calls"] = tool_calls
-    return result | {name: value for name, value in more.items() if value not in (None, "")}
+    return result | {name: as_text(value) for name, value in more.items() if value not in (None, "")}
 
 
 def tool_call(call: object) -> dict[str, Any]:
