@@ -9,8 +9,11 @@ starts next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, pairwise
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -19,15 +22,32 @@ from transition_builder.calls.agents import Agents
 from transition_builder.calls.forest import Indices, Mask, SpanForest, chains
 from transition_builder.calls.preceding import NO_CALL, Events
 
-Conversation = tuple[bytes, bytes, int]
+
+class AnsweredChoice(NamedTuple):
+    """Choice of a useful call that was answered."""
+
+    ids: bytes
+    """Token ids of its prompt and response."""
+    call: int
+    row: int
 
 
-def _as_bytes(column: pl.Series) -> Callable[[int], bytes]:
-    """Return a function that reads the list in a row as bytes, to compare long ones fast; a column of one chunk is not copied."""
+class PromptSearch(NamedTuple):
+    """Search for the conversation that a call's prompt goes on from."""
+
+    ids: bytes
+    """Token ids that begin with the prompt: those of the call's own conversation where there is one, so that none are held twice."""
+    call: int
+    length: int
+    """Number of bytes of the prompt."""
+
+
+def _as_bytes(column: pl.Series) -> Callable[[int], memoryview]:
+    """Return a function that views the list in a row as bytes, to compare long ones fast; a column of one chunk is not copied."""
     array = column.rechunk().to_arrow()
     values = np.ascontiguousarray(array.values.to_numpy(zero_copy_only=False))
     buffer, bounds = values.data.cast("B"), (array.offsets.to_numpy().astype(np.int64) * values.itemsize).tolist()
-    return lambda row: buffer[bounds[row] : bounds[row + 1]].tobytes()
+    return lambda row: buffer[bounds[row] : bounds[row + 1]]
 
 
 def parents(events: Events, before: Indices, choices: pl.DataFrame, by_event: Indices, first: Indices) -> tuple[Indices, Indices, Mask]:
@@ -41,39 +61,43 @@ def parents(events: Events, before: Indices, choices: pl.DataFrame, by_event: In
     choice = [rows[bounds[call]] if call != NO_CALL else NO_CALL for call in parent]
     continues = [False] * len(parent)
     for begin, end in pairwise([*np.unique(events.first).tolist(), len(parent)]):
-        # Prompt and response of each choice that was answered, and its row, by useful calls.
-        conversations = dict[int, list[Conversation]]()
+        conversations, searches = dict[int, list[AnsweredChoice]](), list[PromptSearch]()
         for call in (np.flatnonzero(events.is_call[begin:end]) + begin).tolist():
             own_rows = rows[bounds[call] : bounds[call + 1]]
+            answers = [(row, response) for row in own_rows if useful[call] and (response := response_of(row))]
+            own = [AnsweredChoice(b"".join([prompt_of(row), response]), call, row) for row, response in answers]
             prompt = prompt_of(own_rows[0])
-            for conversation in conversations.get(parent[call], ()):
-                if _continues(prompt, conversation):
-                    choice[call], continues[call] = conversation[-1], True
-                    break
-            else:
-                if prompt and (longest := _longest_prefix_parent(prompt, conversations)) is not None:
-                    parent[call], choice[call], continues[call] = *longest, True
-            if useful[call]:
-                prompts = (prompt, *map(prompt_of, own_rows[1:]))
-                answered = zip(prompts, map(response_of, own_rows), own_rows, strict=True)
-                conversations[call] = [conversation for conversation in answered if conversation[1]]
+            ids = own[0].ids if own and own[0].row == own_rows[0] else bytes(prompt)
+            preceding = conversations.get(parent[call], ())
+            if extended := next((earlier for earlier in preceding if ids.startswith(earlier.ids, 0, len(prompt))), None):
+                choice[call], continues[call] = extended.row, True
+            elif prompt and conversations:
+                searches.append(PromptSearch(ids, call, len(prompt)))
+            conversations[call] = own
+        for call, longest in longest_prefixes(chain.from_iterable(conversations.values()), searches) if searches else ():
+            parent[call], choice[call], continues[call] = longest.call, longest.row, True
     return np.array(parent, dtype=np.int64), np.array(choice, dtype=np.int64), np.array(continues, dtype=np.bool_)
 
 
-def _continues(prompt: bytes, conversation: Conversation) -> bool:
-    earlier, response, _ = conversation
-    return prompt.startswith(earlier) and prompt.startswith(response, len(earlier))
+def longest_prefixes(conversations: Iterable[AnsweredChoice], searches: Iterable[PromptSearch]) -> Iterator[tuple[int, AnsweredChoice]]:
+    """Yield the calls whose prompts go on from earlier calls' conversations, each with the longest of them, the latest of several.
 
-
-def _longest_prefix_parent(prompt: bytes, conversations: dict[int, list[Conversation]]) -> tuple[int, int] | None:
-    """Return the call and the choice of the longest conversation that a prompt goes on from, the latest of several."""
-    longest, best = 0, None
-    for call in reversed(conversations):
-        for conversation in reversed(conversations[call]):
-            length = len(conversation[0]) + len(conversation[1])
-            if length > longest and _continues(prompt, conversation):
-                longest, best = length, (call, conversation[-1])
-    return best
+    `conversations` are in the order of calls. Sorted token ids stand behind all that they begin with, which a stack holds: a search is
+    no scan of all conversations.
+    """
+    prefixes = list[list[AnsweredChoice]]()  # of the current token ids, the shortest first; equal ones together
+    for current in sorted([*conversations, *searches], key=attrgetter("ids")):
+        while prefixes and not current.ids.startswith(prefixes[-1][0].ids):
+            prefixes.pop()
+        if isinstance(current, PromptSearch):
+            for equal in reversed(prefixes):
+                if len(equal[0].ids) <= current.length and (earlier := bisect_left(equal, current.call, key=attrgetter("call"))):
+                    yield current.call, equal[earlier - 1]
+                    break
+        elif prefixes and prefixes[-1][0].ids == current.ids:
+            prefixes[-1].append(current)
+        else:
+            prefixes.append([current])
 
 
 def branches(forest: SpanForest, agents: Agents, events: Events, parent: Indices, continues: Mask) -> Indices:

@@ -1,0 +1,71 @@
+"""Attempts of many calls that do not extend each other: searches give what plain scans give, at a cost that grows with the calls."""
+
+from __future__ import annotations
+
+from cProfile import Profile
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.spans import SpanFactory
+from transition_builder.build import read
+from transition_builder.calls.branches import AnsweredChoice, PromptSearch, longest_prefixes
+from transition_builder.calls.reconstruct import reconstruct
+
+SECOND = 10**9
+IDS = st.text("ab", max_size=5).map(str.encode)
+
+
+@given(st.lists(st.tuples(IDS, st.lists(IDS.filter(len), max_size=2)), max_size=12))
+def test_longest_prefixes_of_any_calls_equal_plain_scan(calls: list[tuple[bytes, list[bytes]]]) -> None:
+    conversations = [
+        AnsweredChoice(prompt + response, call, 2 * call + choice)
+        for call, (prompt, responses) in enumerate(calls)
+        for choice, response in enumerate(responses)
+    ]
+    searches = [PromptSearch(b"".join([prompt, *responses[:1]]), call, len(prompt)) for call, (prompt, responses) in enumerate(calls)]
+    scanned = dict[int, AnsweredChoice]()
+    for call, (prompt, _) in enumerate(calls):
+        earlier = [conversation for conversation in conversations if conversation.call < call and prompt.startswith(conversation.ids)]
+        if earlier:
+            scanned[call] = max(earlier, key=lambda conversation: (len(conversation.ids), conversation.row))
+    assert dict(longest_prefixes(conversations, searches)) == scanned
+
+
+def independent(kind: str, size: int) -> SpanFactory:
+    """Return calls of which none extends another, one after the other."""
+    spans = SpanFactory()
+    root = spans.root()
+    for number in range(size):
+        usage = {"llm.token_count.prompt": str(number + 1), "llm.token_count.completion": "1"}
+        facts: dict[str, Any] = {
+            "Timestamp": SpanFactory.time(number),
+            "Duration": size * SECOND if "parallel" in kind else SECOND // 2,
+            "Attributes": usage,
+        }
+        tokens: dict[str, Any] = {"PromptIds": [7, number, *range(number % 9)], "ResponseIds": [1], "Logprobs": [-1.0]}
+        if "framework" in kind:
+            spans.span("ChatOpenAI", root, kind="LLM", **facts)
+        if "client" in kind:
+            client = spans.client(root, **facts)
+            if "gateway" in kind:
+                spans.call(client, **tokens)
+            else:
+                spans.answer(client, **tokens)
+    return spans
+
+
+def function_calls(spans: SpanFactory) -> int:
+    """Return how many functions are called to reconstruct the calls: a cost that no machine changes."""
+    frames = spans.frames()
+    nodes, recorded = read(frames, frames.owners)
+    with Profile() as profile:
+        reconstruct(nodes, recorded, frames.answers, frames.dropped)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("kind", ["client and gateway"])
+def test_reconstruct_cost_of_independent_calls_grows_with_their_number(kind: str) -> None:
+    assert function_calls(independent(kind, 1000)) < 8 * function_calls(independent(kind, 250))
