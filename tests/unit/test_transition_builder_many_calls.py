@@ -6,7 +6,7 @@ from cProfile import Profile
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.spans import SpanFactory
@@ -32,6 +32,40 @@ def test_longest_prefixes_of_any_calls_equal_plain_scan(calls: list[tuple[bytes,
         if earlier:
             scanned[call] = max(earlier, key=lambda conversation: (len(conversation.ids), conversation.row))
     assert dict(longest_prefixes(conversations, searches)) == scanned
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sampled_from([0, 0, 1, 3, 9])), max_size=12))
+def test_link_by_start_of_any_clock_equals_plain_scan(plans: list[tuple[bool, int, int]]) -> None:
+    """Frameworks' spans beside clients' in one process, whose clock may be set back; a duration of 0 is not known."""
+    spans, frameworks, requests = SpanFactory(), dict[str, tuple[int, int, int]](), dict[str, tuple[int, int]]()
+    root = spans.root()
+    for number, (is_framework, start, seconds) in enumerate(plans):
+        facts: dict[str, Any] = {"Timestamp": SpanFactory.time(start), "Duration": seconds * SECOND}
+        if is_framework:
+            solver = spans.span(f"solver {number}", root, kind="AGENT")
+            frameworks[spans.span("ChatOpenAI", solver, kind="LLM", **facts)] = number, start, seconds
+        else:
+            requests[spans.client(root, trace=f"trace {number}", **facts)] = number, start
+
+    taken, agents = list[str](), dict[str, str]()
+    for request, (place, begin) in requests.items():
+        around = [
+            span for span, (number, start, seconds) in frameworks.items() if number < place and (not seconds or begin <= start + seconds)
+        ]
+        free = [span for span in around if span not in taken]
+        chosen = [*free[:1], *around[-1:]][:1]
+        taken += chosen
+        agents[request] = f"solver {frameworks[chosen[0]][0]}" if chosen else "agent"
+    for span, (number, start, seconds) in frameworks.items():
+        inside = [place for place, begin in requests.values() if not seconds or (number < place and begin <= start + seconds)]
+        if not inside:
+            agents[span] = f"solver {number}"
+
+    frames = spans.frames()
+    nodes, recorded = read(frames, frames.owners)
+    calls = reconstruct(nodes, recorded, frames.answers, frames.dropped).calls
+    assert dict(calls.select("SpanId", "AgentName").rows()) == agents
 
 
 def independent(kind: str, size: int) -> SpanFactory:
@@ -66,6 +100,8 @@ def function_calls(spans: SpanFactory) -> int:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-@pytest.mark.parametrize("kind", ["client and gateway"])
+@pytest.mark.parametrize(
+    "kind", ["client and gateway", "client", "parallel client", "framework", "framework and client", "parallel framework and client"]
+)
 def test_reconstruct_cost_of_independent_calls_grows_with_their_number(kind: str) -> None:
     assert function_calls(independent(kind, 1000)) < 8 * function_calls(independent(kind, 250))

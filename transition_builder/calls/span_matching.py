@@ -10,9 +10,11 @@ a call remains that has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -176,42 +178,82 @@ def _by_response(groups: Sequence[CallSpans], _: Links) -> Pairs:
 def _by_ids(groups: Sequence[CallSpans], below: Links) -> Pairs:
     """Yield gateway calls and groups whose answers have the same token ids and name no other response, in the order of each."""
     identified = [group for group in _unlinked(groups, below) if group.ids]
-    unmatched = [group for group in identified if group.bottom >= CLIENT]
+    unmatched = dict[frozenset[tuple[bytes, bytes]], list[CallSpans]]()
+    for group in identified:
+        if group.bottom >= CLIENT:
+            unmatched.setdefault(group.ids, []).append(group)
     for lower in filter(_of_gateway, identified):
-        if upper := _take(unmatched, partial(_same_ids, lower)):
+        if upper := _take(unmatched.get(lower.ids, []), partial(_same_responses, lower)):
             yield lower, upper
 
 
 def _by_start(groups: Sequence[CallSpans], below: Links) -> Pairs:
     """Yield each group with the one of its process in which it began."""
-    for lower in groups:
-        if lower.name not in below and (upper := _enclosing_group(lower, groups, set(below.values()))):
-            yield lower, upper
+    taken = set(below.values())
+    for of_process, next_starts in _by_process(groups).values():
+        begun = _BegunGroups()
+        for lower, next_start in zip(of_process, next_starts, strict=True):
+            if lower.name not in below and (upper := _enclosing_group(lower, begun.candidates(lower, next_start), taken)):
+                yield lower, upper
+                if lower.name in below:
+                    taken.add(upper.name)
+            if lower.bottom >= CLIENT:
+                begun.add(lower)
 
 
-def _enclosing_group(lower: CallSpans, groups: Sequence[CallSpans], taken: set[int]) -> CallSpans | None:
-    """Return the group of the same process in which another began, where models, token counts, response ids and token ids agree.
+class _BegunGroups:
+    """Groups of a process that began and may not have ended, by distance and convention, and by token counts, which have to agree."""
+
+    def __init__(self) -> None:
+        self._groups = dict[tuple[int, str], dict[tuple[int, int] | None, list[CallSpans]]]()
+
+    def add(self, group: CallSpans) -> None:
+        self._groups.setdefault((group.bottom, group.convention), {}).setdefault(group.tokens, []).append(group)
+
+    def candidates(self, lower: CallSpans, next_start: int) -> Iterator[CallSpans]:
+        """Yield those that another may hang below, and forget those that ended before everything that is left began."""
+        for (bottom, convention), by_tokens in self._groups.items():
+            if lower.top < bottom or (lower.top == bottom and lower.convention != convention):
+                for tokens in [*by_tokens] if lower.tokens is None else (lower.tokens, None):
+                    if groups := [group for group in by_tokens.pop(tokens, ()) if group.end == group.start or group.end >= next_start]:
+                        by_tokens[tokens] = groups
+                        yield from groups
+
+
+def _by_process(groups: Iterable[CallSpans]) -> dict[str, tuple[list[CallSpans], list[int]]]:
+    """Return the groups of each process, in order, and the earliest start of each and those after it: a clock may be set back."""
+    processes = dict[str, tuple[list[CallSpans], list[int]]]()
+    for process, of_process in groupby(groups, key=lambda group: group.start_key[0]):
+        ordered = list(of_process)
+        processes[process] = ordered, [*accumulate((group.start for group in reversed(ordered)), min)][::-1]
+    return processes
+
+
+def _enclosing_group(lower: CallSpans, groups: Iterable[CallSpans], taken: set[int]) -> CallSpans | None:
+    """Return the group among those of its process in which another began, where models, token counts, response ids and token ids agree.
 
     The nearest one to the wire goes first, then one with equal token counts, then one that has nothing below it yet, then the earliest.
     Two of the same distance must both have equal token counts.
     """
     candidates = [upper for upper in groups if _fits(lower, upper) and _began_inside(lower, upper) and _agree(lower, upper)]
-    equal = [upper for upper in candidates if upper.tokens is not None and upper.tokens == lower.tokens]
-    candidates = [upper for upper in candidates if upper.bottom != lower.top] or [upper for upper in equal if upper.bottom == lower.top]
+    equal = {upper.name for upper in candidates if upper.tokens is not None and upper.tokens == lower.tokens}
+    candidates = [upper for upper in candidates if upper.bottom != lower.top] or [upper for upper in candidates if upper.name in equal]
 
     def preference(upper: CallSpans) -> tuple[Any, ...]:
         process, seq, span = upper.start_key
         # Where all have something below them already, it is a further retry of the one that began last.
-        return upper.bottom, upper not in equal, upper.name in taken, process, -seq if upper.name in taken else seq, span
+        return upper.bottom, upper.name not in equal, upper.name in taken, process, -seq if upper.name in taken else seq, span
 
     return min(candidates, key=preference, default=None)
 
 
 def _by_tokens(groups: Sequence[CallSpans], below: Links) -> Pairs:
     """Yield gateway calls and groups with the same token counts and model, in the order of each, where there are as many of both."""
-    counted = [group for group in _unlinked(groups, below) if group.tokens is not None]
-    for tokens in sorted({group.tokens for group in counted if group.tokens is not None and group.top == GATEWAY}):
-        alike = [group for group in counted if group.tokens == tokens]
+    by_tokens = dict[tuple[int, int], list[CallSpans]]()
+    for group in _unlinked(groups, below):
+        if group.tokens is not None:
+            by_tokens.setdefault(group.tokens, []).append(group)
+    for _, alike in sorted(by_tokens.items()):
         recorded = [group for group in alike if group.top == GATEWAY]
         for bottom in (CLIENT, FRAMEWORK):
             candidates = [group for group in alike if group.bottom == bottom]
@@ -228,11 +270,12 @@ def _absorbed(groups: Sequence[CallSpans], below: Links) -> Iterator[int]:
     gateway = any(group.bottom == GATEWAY for group in groups)
     unmatched = [*filter(_of_gateway, free)]
     unlinked = [group for group in free if group.bottom >= REQUEST and group.name not in taken]
+    requests = _by_process(group for group in groups if group.top in (CLIENT, REQUEST))
     for group in sorted(unlinked, key=lambda group: (abs(group.bottom - CLIENT), group.bottom, group.start_key)):
         if (
             (gateway and group.failed)
             or _take(unmatched, partial(_agree, group))
-            or (group.bottom == FRAMEWORK and any(_may_be_of(other, group) for other in groups))
+            or (group.bottom == FRAMEWORK and _has_requests(group, *requests.get(group.start_key[0], ([], []))))
         ):
             yield group.name
     without_engine = [group for group in free if group.bottom > ENGINE and not group.engine]
@@ -268,6 +311,14 @@ def _began_inside(lower: CallSpans, upper: CallSpans) -> bool:
     return lower.start <= upper.end if upper.end != upper.start else lower.top != REQUEST
 
 
+def _has_requests(framework: CallSpans, requests: Sequence[CallSpans], next_starts: Sequence[int]) -> bool:
+    """Return whether any of its process's clients and requests may have been made by a framework's group."""
+    if framework.end == framework.start:
+        return any(_may_be_of(request, framework) for request in requests)
+    later = range(bisect_right(requests, framework.start_key[1], key=lambda request: request.start_key[1]), len(requests))
+    return any(_may_be_of(requests[at], framework) for at in takewhile(lambda at: next_starts[at] <= framework.end, later))
+
+
 def _may_be_of(other: CallSpans, framework: CallSpans) -> bool:
     """Return whether a client or a request may have been made by a framework's group."""
     if framework.name in other.inside:
@@ -283,8 +334,8 @@ def _agree(left: CallSpans, right: CallSpans) -> bool:
     return tokens and _same_model(left.model, right.model) and _same(left.responses, right.responses) and _same(left.ids, right.ids)
 
 
-def _same_ids(left: CallSpans, right: CallSpans) -> bool:
-    return left.ids == right.ids and _same(left.responses, right.responses)
+def _same_responses(left: CallSpans, right: CallSpans) -> bool:
+    return _same(left.responses, right.responses)
 
 
 def _same(left: frozenset[object], right: frozenset[object]) -> bool:
