@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, cast
 
+from spangrad.errors import JSON_ERRORS
+
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
@@ -54,7 +56,7 @@ def _reply(response: dict[str, Any]) -> str:
 def _object(text: str) -> dict[str, Any]:
     try:
         value: object = json.loads(text)
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return {}
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 

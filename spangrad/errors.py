@@ -1,4 +1,4 @@
-"""Errors that users see, one class for each part that raises them.
+"""Errors that users see, one class for each part that raises them, and Python's own errors for JSON that cannot be read.
 
 Every message names the value, the place and the remedy. Bad rollouts are data (`DropReason`), not errors.
 """
@@ -6,6 +6,10 @@ Every message names the value, the place and the remedy. Bad rollouts are data (
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+JSON_ERRORS = (ValueError, RecursionError)
+"""Errors of json and msgspec for a text that cannot be read: where it is no JSON or no UTF-8, a ValueError of any class; where it is nested
+too deep, a RecursionError."""
 
 
 class SpangradError(Exception):

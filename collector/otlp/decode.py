@@ -14,6 +14,8 @@ import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
+from spangrad.errors import JSON_ERRORS
+
 PROTOBUF = "application/x-protobuf"
 JSON = "application/json"
 
@@ -48,8 +50,7 @@ def decode(message: type[M], body: bytes, content_type: str) -> M:
 def _from_json(message: type[M], body: bytes) -> M:
     try:
         tree = msgspec.json.decode(body)
-    # Its errors are not all of one family: text that is no UTF-8, and lists too deep, come as Python's own.
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except JSON_ERRORS as error:
         raise UndecodableError(f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: it is no object")

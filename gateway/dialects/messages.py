@@ -13,6 +13,7 @@ import msgspec
 from gateway.dialects.base import ClientRequest, Fields
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.request_fields import MESSAGES_PATH
+from spangrad.errors import JSON_ERRORS
 
 _DELTAS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature", "input_json_delta": "partial_json"}
 """Type of a delta -> the field to which it appends."""
@@ -79,5 +80,5 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
     """Return a block with the input of its tool decoded, where all of it has arrived."""
     try:
         return {**{k: v for k, v in block.items() if k != "partial_json"}, "input": msgspec.json.decode(block["partial_json"])}
-    except (KeyError, ValueError, RecursionError):
+    except (KeyError, *JSON_ERRORS):
         return block

@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, url_attempt
 from gateway.proxy.limits import RequestLimits
-from spangrad.errors import GatewayError, SettingsError
+from spangrad.errors import JSON_ERRORS, GatewayError, SettingsError
 from spangrad.http.tokens import credential
 from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
@@ -102,7 +102,7 @@ class AccessControl:
             return None
         try:
             model = msgspec.json.decode(body, type=_Asked).model
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except JSON_ERRORS:
             return _forbidden(f"client {caller.name!r} must name its policy as `model` in a JSON object.")
         policy = self._policy_of(model)
         if policy in policies:

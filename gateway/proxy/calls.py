@@ -40,6 +40,7 @@ from gateway.recorder.exporter import SpanExporter
 from gateway.recorder.record import GATEWAY_ERROR, CallFacts, bare_span, build_span
 from gateway.vllm_plugin.middleware import PAUSED_TYPE
 from spangrad.agent.failures import names_context_overflow
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.server import json_response
 from spangrad.settings import Settings
 from spangrad.types import Mode
@@ -312,7 +313,7 @@ def _read_whole(facts: CallFacts, body: bytes) -> bytes:
     """Read a whole answer; return what the client gets of it."""
     try:
         facts.answer, body = facts.request.dialect.read(body, facts.request)
-    except (ValueError, RecursionError) as error:
+    except JSON_ERRORS as error:
         facts.answer.json = body
         facts.error_type, facts.error_message = "malformed_answer", str(error)
     _note_abort(facts)

@@ -16,6 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from gateway.dialects.base import ClientRequest
+from spangrad.errors import JSON_ERRORS
 
 _KINDS = {
     **dict.fromkeys(
@@ -58,7 +59,7 @@ def _decoded(texts: Iterable[bytes]) -> Iterable[Any]:
         if _NAMED.search(text) or _ESCAPED.search(text):
             try:
                 yield msgspec.json.decode(text)
-            except (ValueError, RecursionError):
+            except JSON_ERRORS:
                 continue
 
 

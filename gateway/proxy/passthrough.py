@@ -20,6 +20,7 @@ from gateway.pool.upstream import BackendDownError, Upstream, unreachable
 from gateway.proxy.context import AttemptKey
 from gateway.proxy.headers import forwarded, forwarded_query, returned
 from gateway.proxy.http import error_response
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.server import json_response
 
 REFUSED = {
@@ -45,7 +46,7 @@ async def pass_through(
     body = await request.read()
     try:
         model = msgspec.json.decode(body, type=_Asked).model
-    except (msgspec.DecodeError, RecursionError):
+    except JSON_ERRORS:
         model = None
     if request.method == "GET" and path == "models" and len(pool.names) > 1:
         return json_response({"object": "list", "data": [_model(name) for name in pool.names]})

@@ -25,6 +25,7 @@ from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, TAPP
 from gateway.vllm_plugin.sender import AnswerSender, FieldSender
 from gateway.vllm_plugin.state import STATE_VARIABLE, EngineState, Gate
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
+from spangrad.errors import JSON_ERRORS
 from spangrad.sampling import is_constrained
 from spangrad.weights.checksums import tokenizer_hash
 from spangrad.weights.shards import ChecksumScope
@@ -290,7 +291,7 @@ class SpangradMiddleware:
             return
         try:
             request = json.loads(body)
-        except (ValueError, RecursionError):
+        except JSON_ERRORS:
             request = None
         if not isinstance(request, dict):
             await self.app(scope, _replay(body, receive), AnswerSender(partial(self.facts, None, False), send))

@@ -19,7 +19,7 @@ from recipes.swe.workspace import COPY_SECONDS, copy_command, policy_of
 from runner.sandboxes.sandbox import OpenSandbox
 from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import Toolbox, open_toolbox
-from spangrad.errors import SandboxError
+from spangrad.errors import JSON_ERRORS, SandboxError
 
 SYSTEM = "Repair the repository in the working directory . Run commands with bash . When it is repaired , reply without a command ."
 TURNS = 30
@@ -78,7 +78,7 @@ async def _converse(toolbox: Toolbox, problem: str) -> None:
 async def _run(toolbox: Toolbox, call: Any) -> str:
     try:
         arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError) as error:
+    except JSON_ERRORS as error:
         return f"the arguments are no JSON: {error}"
     if not isinstance(arguments, dict) or arguments.keys() != {"command"}:
         return "bash takes command"

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from runner.sessions.messages import UNDECODABLE, ErrorCode, LastReset, SessionError, SessionRequest, encode
+from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, decoded, encode
 from spangrad.episode.environment import Content, rendered
 from spangrad.episode.match import PlayerState
 from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, EPISODE_ID, FORFEIT, PLAYERS, observation_fields, observation_of
@@ -153,7 +153,7 @@ class Game:
     async def answer(self, role: str, payload: bytes) -> bytes:
         """Return the response to a player's request, once it may be sent."""
         try:
-            request = msgspec.json.decode(payload, type=SessionRequest)
+            request = decoded(payload)
             match request.type:
                 case "reset":
                     return await asyncio.shield(self._join(role, request))
@@ -164,10 +164,6 @@ class Game:
                     return encode("state", {EPISODE_ID: self._episode or None, "step_count": seat.steps, "player": seat.state})
                 case _:
                     raise SessionError(ErrorCode.UNKNOWN_TYPE, f"Unknown message type: {request.type}")
-        except msgspec.ValidationError as error:
-            return SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}").encode()
-        except UNDECODABLE as error:
-            return SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}").encode()
         except SessionError as error:
             return error.encode()
 

@@ -13,12 +13,13 @@ import msgspec
 
 from runner.sessions.game import Game, GameLimits
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import UNDECODABLE, SessionError
+from runner.sessions.messages import SessionError
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, rendered
 from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, observation_of
+from spangrad.errors import JSON_ERRORS
 from spangrad.settings import EnvironmentServiceSettings
 
 
@@ -103,7 +104,7 @@ class PlayerSpans:
         """Begin the span of a request. None: it belongs to no trace."""
         try:
             sent = msgspec.json.decode(payload, type=_Sent)
-        except UNDECODABLE:
+        except JSON_ERRORS:
             return None
         if sent.type not in ("reset", "step"):
             return None

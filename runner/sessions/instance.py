@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from runner.sessions.frames import FrameEvents
-from runner.sessions.messages import UNDECODABLE, ErrorCode, LastReset, SessionError, SessionRequest, encode, observation_message
+from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, decoded, encode, observation_message
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
@@ -24,7 +24,6 @@ from spangrad.episode.user_calls import USER_ERRORS
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method; the result is waited for where it is awaitable."""
-_decode = msgspec.json.Decoder(SessionRequest).decode
 _ERROR_LENGTH = 2000
 """Largest number of characters of an exception in a response."""
 
@@ -88,12 +87,7 @@ class SessionInstance:
     async def answer(self, payload: bytes) -> Answer:
         """Apply a request."""
         try:
-            try:
-                request = _decode(payload)
-            except msgspec.ValidationError as error:
-                raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}") from None
-            except UNDECODABLE as error:
-                raise SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}") from None
+            request = decoded(payload)
             match request.type:
                 case "step":
                     return await self._step(request)

@@ -16,12 +16,9 @@ from msgspec import Meta
 
 from spangrad.episode.environment import StepResult
 from spangrad.episode.openenv_fields import observation_fields
+from spangrad.errors import JSON_ERRORS
 
 _Response = TypeVar("_Response")
-
-
-UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors of decoding a message: text that is no UTF-8, and lists nested too deep, raise Python's own."""
 
 
 class ErrorCode(StrEnum):
@@ -57,6 +54,9 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the reset or the step, for the same purpose."""
     traceparent: str | None = None
     """Span that the step belongs to. None: that of the session's first request."""
+
+
+_decode = msgspec.json.Decoder(SessionRequest).decode
 
 
 class SessionError(Exception):
@@ -98,6 +98,20 @@ class LastReset(Generic[_Response]):
         """Keep a response."""
         self._number = request.reset or self._number + 1
         self._name, self._response = request.request_id, response
+
+
+def decoded(payload: bytes) -> SessionRequest:
+    """Return the request that a client sent.
+
+    Raises:
+        SessionError: it is no JSON, or not as a request must be.
+    """
+    try:
+        return _decode(payload)
+    except msgspec.ValidationError as error:
+        raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {error}") from None
+    except JSON_ERRORS as error:
+        raise SessionError(ErrorCode.INVALID_JSON, f"Invalid JSON: {error}") from None
 
 
 def encode(kind: str, data: object) -> bytes:

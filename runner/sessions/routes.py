@@ -16,10 +16,11 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from runner.sessions.frames import FrameEvents
 from runner.sessions.games import Games, PlayerSpans
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import UNDECODABLE, ErrorCode, SessionError, SessionRequest
+from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import Shards
 from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.server import BODY_BYTES, BusyError, body, json_response
 from spangrad.settings import EnvironmentServiceSettings
 
@@ -202,7 +203,7 @@ def _is_goodbye(payload: bytes) -> bool:
     """Return whether a player ends its connection."""
     try:
         return msgspec.json.decode(payload, type=SessionRequest).type == "close"
-    except UNDECODABLE:
+    except JSON_ERRORS:
         return False
 
 

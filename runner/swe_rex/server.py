@@ -181,7 +181,7 @@ async def _in_protocol(request: web.Request, handler: Handler) -> web.StreamResp
         return _refusal(413, f"a body may have {BODY_BYTES} bytes. Send less.")
     except web.HTTPException as error:
         return _refusal(error.status, f"{request.method} {request.path} is not answered here: these are SWE-ReX's routes.")
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return _refusal(422, f"{request.method} {request.path}: {error}")
 
 

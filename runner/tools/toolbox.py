@@ -25,7 +25,7 @@ from runner.swe_rex.remote_shell import RemoteShell
 from runner.tools import interpreter
 from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ActionResult, ToolFailedError, ToolSession, text_bytes
-from spangrad.errors import SandboxError, SandboxRequestError
+from spangrad.errors import JSON_ERRORS, SandboxError, SandboxRequestError
 from spangrad.types import SandboxRung
 
 OUTPUT_BYTES = 32_000
@@ -154,7 +154,7 @@ class Toolbox:
             raise ToolFailedError(f"there is no tool {name!r}; there are {', '.join(self._actions)}")
         try:
             arguments = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except JSON_ERRORS as error:
             raise ToolFailedError(f"the arguments are no JSON: {error}") from None
         _, properties, required = _TOOLS[name]
         if not isinstance(arguments, dict) or not set(required) <= arguments.keys() <= properties.keys():

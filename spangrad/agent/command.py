@@ -29,7 +29,7 @@ from spangrad.agent import prompt_client
 from spangrad.agent.attempt_log import attempt_log
 from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
-from spangrad.errors import AgentError
+from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.processes import MARK, die_with_parent, kill_group
 
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
@@ -272,7 +272,7 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
     text = line.decode(errors="replace")
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return text or None
 
 

@@ -21,6 +21,7 @@ from opentelemetry import trace
 from spangrad import semconv
 from spangrad.episode.environment import Content, EnvironmentCalls, StepResult, ToolAction, as_text
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
+from spangrad.errors import JSON_ERRORS
 
 
 class EpisodeState(StrEnum):
@@ -164,6 +165,6 @@ def _tool_action(name: str, arguments: str) -> ToolAction | None:
     """Return the action of a tool call. None: its arguments are no JSON object."""
     try:
         values = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return None
     return ToolAction(name, values) if isinstance(values, dict) else None

@@ -248,7 +248,7 @@ def _guard(address: Address, smaller: str, busy: type[Exception]) -> Any:
             return refusal(error.status, f"{request.method} {request.path} is not answered here. {address.page} lists what is.")
         except TooSlowError as error:
             return refusal(408, f"{error}. Send it faster.")
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return refusal(400, f"{request.method} {request.path}: {error}")
         except busy as error:
             return json_response({"error": str(error)}, 503, {"Retry-After": "1"})

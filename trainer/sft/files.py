@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spangrad.errors import TrainerError
+from spangrad.errors import JSON_ERRORS, TrainerError
 from spangrad.types import Mode
 from trainer.sft.rendering import UnfitRowError
 
@@ -141,7 +141,7 @@ def _json_lines(source: ExampleFile) -> Iterator[FileRow]:
                 continue
             try:
                 values = json.loads(line)
-            except (ValueError, RecursionError) as error:
+            except JSON_ERRORS as error:
                 raise TrainerError(f"{source.path}, line {number}, is no JSON ({error}). Fix the file, or write it again.") from None
             if not isinstance(values, dict):
                 raise TrainerError(f"{source.path}, line {number}, is no JSON object. A line holds one row: {{...}}.")

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from spangrad.errors import TrainerError
+from spangrad.errors import JSON_ERRORS, TrainerError
 
 Message = Mapping[str, Any]
 
@@ -168,5 +168,5 @@ def _parsed(call: Any) -> Any:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return call

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from spangrad import semconv
+from spangrad.errors import JSON_ERRORS
 from transition_builder.dialects.conventions import langfuse, mlflow
 from transition_builder.dialects.messages import (
     CUT,
@@ -348,7 +349,7 @@ def _json(written: str | None) -> Any:
             plain = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             value = json.loads(plain)
         return value
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return None
 
 

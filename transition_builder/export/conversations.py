@@ -10,6 +10,7 @@ import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
+from spangrad.errors import JSON_ERRORS
 from transition_builder.dialects.messages import Message, Tool
 
 
@@ -95,5 +96,5 @@ def prompt_key(prompt: Iterable[Message]) -> Hashable:
 def _value(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return arguments

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from spangrad.episode.adapters.schema_actions import UnusableReply
 from spangrad.episode.environment import StepResult
-from spangrad.errors import EnvironmentsError
+from spangrad.errors import JSON_ERRORS, EnvironmentsError
 
 PACKAGE = "gymnasium"
 """Package that such a class descends from."""
@@ -62,7 +62,7 @@ class GymnasiumEnvironment:
         """Return the action that a reply means."""
         try:
             value = json.loads(text)
-        except (ValueError, RecursionError):
+        except JSON_ERRORS:
             value = text
         return self._fitting(value, text)
 

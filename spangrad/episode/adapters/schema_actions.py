@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from spangrad.episode.environment import StepResult
+from spangrad.errors import JSON_ERRORS
 
 _OURS = frozenset({"metadata"})
 """Field of OpenEnv's actions that no model writes."""
@@ -34,7 +35,7 @@ def fields_of_text(schema: Mapping[str, Any], text: str) -> dict[str, Any] | Unu
     properties = properties_of(schema)
     try:
         value = json.loads(_without_fence(text))
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         value = None
     if isinstance(value, dict) and cast("dict[str, Any]", value).keys() <= properties.keys():
         return cast("dict[str, Any]", value)

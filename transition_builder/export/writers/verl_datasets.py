@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.tokenizer.chat_template import extract_system_prompt_and_generation
 
-from spangrad.errors import BuilderError
+from spangrad.errors import JSON_ERRORS, BuilderError
 
 
 class Conversations(MultiTurnSFTDataset):
@@ -104,5 +104,5 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
+    except JSON_ERRORS:
         return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import polars as pl
 
-from spangrad.errors import RuleError
+from spangrad.errors import JSON_ERRORS, RuleError
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import whole
@@ -63,6 +63,6 @@ def reason(error: pl.exceptions.PolarsError) -> str:
 def _is_json(text: str) -> bool:
     try:
         msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
+    except JSON_ERRORS:
         return False
     return True

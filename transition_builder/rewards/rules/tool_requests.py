@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 import polars as pl
 
+from spangrad.errors import JSON_ERRORS
 from spangrad.settings import AirRule
 from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.rules.tools import named
@@ -67,7 +68,7 @@ def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.
 def _is_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
-    except (msgspec.DecodeError, RecursionError):
+    except JSON_ERRORS:
         return False
 
 
@@ -75,5 +76,5 @@ def _canonical(text: str) -> str:
     """Return arguments without irrelevant differences: the order of keys, and blanks."""
     try:
         return json.dumps(msgspec.json.decode(text), sort_keys=True)
-    except (msgspec.DecodeError, RecursionError):
+    except JSON_ERRORS:
         return text.strip()
