@@ -37,11 +37,7 @@ class SandboxProcess:
 
     async def end(self) -> None:
         """Kill the program, and wait a bounded time for its end."""
-        try:
-            await self.kill()
-            await asyncio.wait([self.ended], timeout=_END_SECONDS)
-        except SandboxRequestError:
-            pass  # the sandbox has ended, and the program with it
+        await end_program(self._sandbox, self._pid, self.ended)
 
     def close_stdin(self) -> None:
         """Close its input; idempotent."""
@@ -68,6 +64,15 @@ class ProgramResult:
     """True if an output was longer than what was kept."""
     timed_out: bool
     """True if it exceeded its time and was killed."""
+
+
+async def end_program(sandbox: Sandbox, pid: int, ended: asyncio.Future[int]) -> None:
+    """Kill a program and what it has started in its session, and wait a bounded time for its end."""
+    try:
+        await sandbox.ask("kill", pid, int(signal.SIGKILL))
+        await asyncio.wait([ended], timeout=_END_SECONDS)
+    except SandboxRequestError:
+        pass  # the sandbox has ended, and the program with it
 
 
 async def feed(descriptor: int, data: bytes) -> None:

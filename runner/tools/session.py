@@ -12,13 +12,13 @@ import asyncio
 import os
 import pty
 import re
-import signal
 import termios
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from runner.sandboxes.program_io import end_program
 from runner.sandboxes.sandbox import Sandbox
 from runner.tools.output import ActionOutput, Patterns
 from spangrad.errors import SandboxRequestError
@@ -323,11 +323,7 @@ class ToolSession:
 
     async def _end(self) -> None:
         self._close()
-        try:
-            await self._sandbox.ask("kill", self._pid, int(signal.SIGKILL))
-            await asyncio.shield(self._ended)
-        except SandboxRequestError:
-            pass  # the sandbox has ended, and the program with it
+        await end_program(self._sandbox, self._pid, self._ended)
 
     async def _restart(self) -> None:
         self._unread = None
