@@ -175,6 +175,7 @@ def _finish(settings: Settings, result: SearchResult, out: Path, *, publish: boo
     Files come first because after publishing, the same command begins a new search. Printing comes last so that an error in it cannot
     prevent publishing.
     """
+    from commands.console import plain_console
     from prompts.report import as_object, as_table, plot
 
     start, best = result.question.start, result.best
@@ -189,7 +190,7 @@ def _finish(settings: Settings, result: SearchResult, out: Path, *, publish: boo
         print("no curve.png: matplotlib is not installed", file=sys.stderr)
     if publish and better:
         _store(settings).put(start.name, best.text)
-    _print(as_table(result))
+    plain_console().print(as_table(result))
     print(f"{out / 'result.json'}: gain {result.gain.mean:+.3f} over version {start.version}, p {result.gain.p:.3g}")
     if publish and better:
         print(f"published {start.name}@{best.version}")
@@ -255,12 +256,6 @@ def _store(settings: Settings, connect_seconds: float = 30) -> PromptStore:
     queue = settings.queue
     token = queue.token.get_secret_value() if queue.token else None
     return PromptStore(queue.url or default_url(queue), token, retry_seconds=connect_seconds)
-
-
-def _print(table: object) -> None:
-    from commands.console import plain_console
-
-    plain_console().print(table)
 
 
 def _time(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,24 +113,13 @@ def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[st
     assert ODD in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_prompt_search_publishes_better_prompt_and_prints_rounds(
+def test_prompt_search_publishes_better_prompt_before_it_prints_rounds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
+    put_now = SimpleNamespace(put=lambda *given: put.append((*given, capsys.readouterr().out)))
+    monkeypatch.setattr(prompt, "_store", lambda *_: put_now)
     prompt._finish(Settings(), search_result(), tmp_path, publish=True)
-    assert put == [("greeting", f"{ODD} kindly")]
+    assert put == [("greeting", f"{ODD} kindly", "")]
     rows = [line.rstrip().split("  ")[-1].strip() for line in capsys.readouterr().out.splitlines()[:3]]
     assert rows == ["begins", f"{ODD} kindly", ODD]
-
-
-def test_prompt_search_publishes_better_prompt_before_printing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken_pipe(table: object) -> None:
-        raise BrokenPipeError
-
-    put: list[Sequence[Any]] = []
-    monkeypatch.setattr(prompt, "_store", lambda *_: SimpleNamespace(put=lambda *given: put.append(given)))
-    monkeypatch.setattr(prompt, "_print", broken_pipe)
-    with pytest.raises(BrokenPipeError):
-        prompt._finish(Settings(), search_result(), tmp_path, publish=True)
-    assert put == [("greeting", f"{ODD} kindly")]
