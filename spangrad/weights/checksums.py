@@ -81,57 +81,12 @@ def sums_of_directory(
         return base | _sums(directory, dtype or own, others, scope, adapter.scaling)
 
 
-def sums_of_arrays(
-    arrays: Mapping[str, NDArray[np.float32]],
-    dtype: str,
-    others: Mapping[str, str] = _NO_OTHERS,
-    scope: ChecksumScope = ChecksumScope.FULL,
-) -> dict[str, TensorSums]:
-    """Return the sums of weights in memory, as an engine holds them that is sent `dtype`, and holds some as one of `others`.
-
-    Raises:
-        CheckpointError: a dtype cannot be compared.
-    """
-    from spangrad.weights.sums import tensor_sums
-
-    sent = {name: words_of(array, dtype) if name in others else words_of(array, "float32") for name, array in arrays.items()}
-    return {
-        name: tensor_sums(words, dtype if name in others else "float32", others.get(name, dtype), scope) for name, words in sent.items()
-    }
-
-
 @contextlib.contextmanager
 def _readable(directory: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
-
-
-def words_of(array: NDArray[np.float32], dtype: str) -> NDArray[np.unsignedinteger]:
-    """Return the words of an array's bits, flat, after the cast.
-
-    Raises:
-        CheckpointError: weights of that dtype cannot be compared.
-    """
-    import numpy as np
-
-    from spangrad.weights.sums import cast_words
-
-    return cast_words(np.ascontiguousarray(array).reshape(-1).view(np.uint32), "float32", dtype)
-
-
-def nbytes(array: NDArray[np.float32], dtype: str) -> int:
-    """Return the size in bytes of the result of `words_of`, without the cast.
-
-    Raises:
-        CheckpointError: weights of that dtype cannot be compared.
-    """
-    from spangrad.weights.sums import WORD_BYTES
-
-    if dtype not in WORD_BYTES:
-        raise CheckpointError(f"weights are sent as {', '.join(WORD_BYTES)}, not as {dtype}. Set engine.dtype to one of them.")
-    return array.size * WORD_BYTES[dtype]
 
 
 def _sums(

@@ -32,7 +32,6 @@ from spangrad.store.clickhouse import connect
 from spangrad.types import Mode, Task
 from tests.support.processes import fetch
 from tests.support.servers import running_store, store_settings
-from transition_builder.dialects.conventions.openinference import OPENAI_SCOPE
 from transition_builder.loop import build_once
 
 pytestmark = pytest.mark.vllm
@@ -249,7 +248,8 @@ def kept_answers(direct_mode: DirectMode, since: int) -> list[dict[str, Any]]:
     """Return the engine's answers that agents' own spans kept since a time in nanoseconds, in order of time."""
     rows = direct_mode.ask(
         "SELECT TraceId, SpanId, SpanAttributes['output.value'] AS Answer FROM otel.otel_traces"
-        f" WHERE toUnixTimestamp64Nano(Timestamp) >= {since} AND ScopeName = '{OPENAI_SCOPE}' AND StatusCode != 'Error'"
+        f" WHERE toUnixTimestamp64Nano(Timestamp) >= {since} AND StatusCode != 'Error'"
+        " AND ScopeName = 'openinference.instrumentation.openai'"
         " AND SpanAttributes['openinference.span.kind'] = 'LLM' AND position(SpanAttributes['output.value'], '\"spangrad\"') > 0"
         " ORDER BY Timestamp"
     )

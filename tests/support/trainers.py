@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 from examples.two_tools.model import WORDS, word_tokenizer
 from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, StoreSettings, TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
-from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.shards import TensorSums
 from tests.support.policies import trainer_settings, transition_row
+from tests.support.weight_sums import sums_of_arrays
 from trainer.credit.assignment import Units
 from trainer.data.batch import Batch, TokenValues
 from trainer.data.source import BatchRollout, Group, Loaded

@@ -107,13 +107,18 @@ def test_memory_rises_with_each_model_and_copy_that_is_held(model: Architecture,
     assert on_gpu(model, {**plain, "lora__rank": 8}, 4) < on_gpu(model, plain, 4)
 
 
+def kv_values(model: Architecture) -> int:
+    """Return the number of values that a KV cache on one GPU holds for each token."""
+    return 2 * model.layers * model.kv_width
+
+
 @given(models, st.floats(0.5, 0.95))
 def test_engine_gpu_with_cache_fills_share_that_is_its_own(model: Architecture, share: float) -> None:
     engine = EngineSettings(extra_args=(f"--gpu-memory-utilization={share}",))
     size = 10**12
     assert memory.peak_bytes(engines.engine_gpu(model, engine, size)) == int(share * size)
     tokens = engines.cached_tokens(model, engine, size)
-    assert tokens * model.kv_values * 2 <= next(item.bytes for item in engines.engine_gpu(model, engine, size) if item.name == "KV cache")
+    assert tokens * kv_values(model) * 2 <= next(item.bytes for item in engines.engine_gpu(model, engine, size) if item.name == "KV cache")
     assert engines.cached_tokens(model, engine, size + 10**11) > tokens
 
 
@@ -121,14 +126,14 @@ def test_engine_gpu_with_cache_fills_share_that_is_its_own(model: Architecture, 
 def test_shares_of_workers_together_are_the_model_and_copies(model: Architecture, tensor: int, pipeline: int) -> None:
     sizes, alone = ParallelSizes(tensor, pipeline), ParallelSizes()
     assert engines.worker_parameters(model, alone) == model.parameters
-    assert engines.cache_values(model, alone) == model.kv_values
+    assert engines.cache_values(model, alone) == kv_values(model)
     own, cache = engines.worker_parameters(model, sizes), engines.cache_values(model, sizes)
     assert own * sizes.of_replica >= model.parameters
-    assert cache * sizes.of_replica >= model.kv_values
+    assert cache * sizes.of_replica >= kv_values(model)
     if model.layers % pipeline == 0 and model.kv_heads % tensor == 0:
         ends = 2 * model.head_parameters + model.hidden
         assert own * sizes.of_replica <= model.parameters + ends * pipeline + model.layers * tensor + sizes.of_replica
-        assert cache * sizes.of_replica == model.kv_values
+        assert cache * sizes.of_replica == kv_values(model)
     assert engines.worker_parameters(model, ParallelSizes(tensor, pipeline, 8)) == own, "a replica has all weights"
 
 

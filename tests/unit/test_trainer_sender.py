@@ -16,11 +16,11 @@ import pytest
 from spangrad.errors import SettingsError
 from spangrad.processes import free_ports
 from spangrad.settings import TrainerSettings
-from spangrad.weights.checksums import sums_of_arrays
 from spangrad.weights.shards import checksum_of
 from spangrad.weights.sums import cast_words, tensor_sums
 from tests.support.policies import trainer_settings
 from tests.support.receivers import words_sent
+from tests.support.weight_sums import sums_of_arrays
 from trainer.publish.offers import WeightSource
 from trainer.publish.sender import WeightsSender
 

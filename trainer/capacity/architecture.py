@@ -94,11 +94,6 @@ class Architecture:
         return self.kv_heads * self.head_dim
 
     @property
-    def kv_values(self) -> int:
-        """Return the number of values that the KV cache holds for each token."""
-        return 2 * self.layers * self.kv_width
-
-    @property
     def head_parameters(self) -> int:
         """Return the number of the head's parameters, which are the embedding's where both are one tensor."""
         return self.vocabulary * self.hidden

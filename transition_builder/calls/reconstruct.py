@@ -72,9 +72,9 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     path = clocks.paths(unsorted["Node"].to_numpy())
     sort = order(clocks, unsorted, path)
     path = path[sort]
-    attempt, is_call, row, span, leaf = (unsorted[name].to_numpy()[sort] for name in ("Number", "IsCall", "Row", "Node", "Innermost"))
+    attempt, is_call, span, leaf = (unsorted[name].to_numpy()[sort] for name in ("Number", "IsCall", "Node", "Innermost"))
     calls, ran = np.flatnonzero(is_call), np.flatnonzero(~is_call)
-    innermost, tools = leaf[calls], tools[row[ran]]
+    innermost, tools = leaf[calls], tools[sort[ran] - len(calls)]
     event_of_span = np.full(forest.size + 1, NO_CALL)
     event_of_span[span[calls]] = calls
     event_of_row = event_of_span[choices["Node"].to_numpy()]
@@ -142,9 +142,8 @@ def _choices(nodes: pl.DataFrame, groups: CallGroups, recorded: pl.DataFrame, an
 
 
 def _events(choices: pl.DataFrame, tools: pl.DataFrame) -> pl.DataFrame:
-    """Return a row a call and a row a tool call: ATTEMPT and its Number, SPAN, Node, Innermost, ByGateway, IsCall, Row (its first here)."""
-    row = pl.int_range(pl.len(), dtype=pl.Int64)
-    calls = choices.select(*ATTEMPT, *SPAN, "Node", "Innermost", "ByGateway", IsCall=pl.lit(True), Row=row)
-    ran = tools.select(*ATTEMPT, *SPAN, Node="Tool", Innermost="Tool", ByGateway=pl.lit(False), IsCall=pl.lit(False), Row=row)
+    """Return a row a call, then a row a tool call in its order: ATTEMPT and its Number, SPAN, Node, Innermost, ByGateway, IsCall."""
+    calls = choices.select(*ATTEMPT, *SPAN, "Node", "Innermost", "ByGateway", IsCall=pl.lit(True))
+    ran = tools.select(*ATTEMPT, *SPAN, Node="Tool", Innermost="Tool", ByGateway=pl.lit(False), IsCall=pl.lit(False))
     events = pl.concat([calls.unique("Node", keep="first", maintain_order=True), ran])
     return events.with_columns(Number=pl.struct(ATTEMPT).rank("dense").cast(pl.Int64) - 1)

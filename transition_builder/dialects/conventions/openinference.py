@@ -15,7 +15,6 @@ from spangrad import semconv
 from transition_builder.dialects.conventions import gen_ai
 from transition_builder.dialects.reading import NO, AttributeColumns, Reading, of_json
 
-OPENAI_SCOPE = "openinference.instrumentation.openai"
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", semconv.GEN_AI_TOOL_CALL_ID)
 """Attributes in which a tool's span may name the tool call that it answers."""
