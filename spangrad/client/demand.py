@@ -1,4 +1,4 @@
-"""Demand of a trainer for groups of rollouts of a run: sent to the queue that hands rollouts out, and read from it.
+"""Demand of a trainer for groups of rollouts of a run, sent to the queue that hands rollouts out.
 
 In: a `Demand`, the runner's settings. Out: the queue's state of it. Invariant: a demand is a level, not an event: stated twice, late or
 after a crash, it requests nothing twice, and the queue keeps the largest.
@@ -7,7 +7,7 @@ after a crash, it requests nothing twice, and the queue keeps the largest.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from spangrad.errors import QueueError
@@ -48,26 +48,13 @@ def state(queue: QueueSettings, run_id: str, demand: Demand, seconds: float = 2.
     Raises:
         QueueError: the queue refuses, or does not answer.
     """
-    return _ask(queue, "PUT", run_id, seconds, asdict(demand))
-
-
-def read(queue: QueueSettings, run_id: str, seconds: float = 2.0) -> Stated:
-    """Return the state of a run's demand in the queue at queue.url.
-
-    Raises:
-        QueueError: the queue refuses, or does not answer.
-    """
-    return _ask(queue, "GET", run_id, seconds)
-
-
-def _ask(queue: QueueSettings, method: str, run_id: str, seconds: float, body: dict[str, Any] | None = None) -> Stated:
     if queue.url is None:
         raise QueueError("queue.url is not set: there is no queue to ask.")
     path = f"/v1/runs/{quote(run_id, safe='')}/demand"
-    response = ask(queue_service(queue.url, queue.token), method, path, body, seconds=seconds)
+    response = ask(queue_service(queue.url, queue.token), "PUT", path, asdict(demand), seconds=seconds)
     try:
         return Stated(int(response["groups"]), int(response["enqueued"]))
     except (ValueError, KeyError, TypeError) as error:
         raise QueueError(
-            f"{without_userinfo(queue.url)} answers {method} {path} with something else than a demand ({error!r}). Is it the queue's?"
+            f"{without_userinfo(queue.url)} answers PUT {path} with something else than a demand ({error!r}). Is it the queue's?"
         ) from error

@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import DemandRequest
+from runner.queue.wire import DemandRequest, DemandState
 from runner.runner import Runner
-from spangrad.client.demand import Stated, read
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
 from tests.support.runners import new_rollouts, queue_server, queue_settings, runner_services, serving, until
 from tests.support.trainers import FakeSource, committed, settings, wired, write_base
 from trainer.ledger.skips import SkipReason
+
+
+async def demand_of_run(queue: QueueSettings) -> DemandState:
+    async with QueueClient.of(queue) as client:
+        return await client.demand("run")
 
 
 class Answered(FakeSource):
@@ -29,7 +33,7 @@ class Answered(FakeSource):
         self.levels: list[int] = []
 
     def ready(self) -> Any:
-        there = read(self.queue, "run")
+        there = asyncio.run(demand_of_run(self.queue))
         self.levels.append(there.groups)
         new = [f"g{number:02}" for number in range(there.enqueued, there.groups)]
         asyncio.run(self.enqueue(new))
@@ -60,7 +64,8 @@ def test_demand_source_enqueues_as_many_groups_as_trainer_demands(tmp_path: Path
         assert set(skipped.values()) == {SkipReason.EQUAL}
         assert len(committed(trainer)) == 4
         assert source.levels == sorted(source.levels)
-        assert read(services.queue, "run") == Stated(6 + len(skipped), 6 + len(skipped))
+        there = asyncio.run(demand_of_run(services.queue))
+        assert (there.groups, there.enqueued) == (6 + len(skipped), 6 + len(skipped))
 
 
 async def test_runner_demand_that_rises_is_met_before_next_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

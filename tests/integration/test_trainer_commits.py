@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from tests.support.policies import NO_ALARM, sampled_rows, state_facts, trainer_settings
+from tests.support.policies import NO_ALARM, group_relative, sampled_rows, state_facts, trainer_settings
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, save, settings, wired
-from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
 from trainer.data.source import BatchRollout, Group, Loaded

@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from spangrad.client.demand import Demand, Stated, read, state
+from spangrad.client.demand import Demand, Stated, state
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings, Settings
 from tests.support.policies import skip, trainer_settings
@@ -38,21 +38,20 @@ TWO = trainer_settings(run_id="run", groups_per_batch=2, max_staleness=1)
 class Queue:
     """Keeps the largest level that each branch has asked for, as the real one does; `enqueued` is what its runners were given."""
 
-    asked: list[tuple[str, dict[str, object] | None, str | None]] = field(default_factory=list)
+    asked: list[tuple[str, dict[str, object], str | None]] = field(default_factory=list)
     levels: dict[tuple[object, object], int] = field(default_factory=dict)
     enqueued: int = 0
     answer: tuple[int, bytes] | None = None
     """Status and body of the answer to every request. None: the right answer to each."""
     url: str = ""
 
-    def put(self, path: str, body: dict[str, object] | None, token: str | None) -> tuple[int, bytes]:
+    def put(self, path: str, body: dict[str, object], token: str | None) -> tuple[int, bytes]:
         self.asked.append((path, body, token))
         if self.answer:
             return self.answer
-        if body:
-            key, groups = (body["policy"], body["branch"]), body["groups"]
-            assert isinstance(groups, int)
-            self.levels[key] = max(groups, self.levels.get(key, 0))
+        key, groups = (body["policy"], body["branch"]), body["groups"]
+        assert isinstance(groups, int)
+        self.levels[key] = max(groups, self.levels.get(key, 0))
         return 200, json.dumps({"groups": self.groups, "enqueued": self.enqueued, "branches": []}).encode()
 
     @property
@@ -66,15 +65,12 @@ def queue() -> Iterator[Queue]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = fake_queue.put(self.path, body, self.headers.get("Authorization"))
             self.send_response(status)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
-
-        do_GET = do_PUT  # noqa: N815
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -195,14 +191,13 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
     assert queue.groups == max(stated)
 
 
-def test_demand_state_and_read_over_http(queue: Queue):
+def test_demand_state_over_http_is_checked(queue: Queue):
     there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
     asked = Demand("policy", "main", 12, 3, 4)
-    assert read(there, "a run/1") == Stated(0, 0)
     assert state(there, "a run/1", asked) == Stated(12, 0)
     body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
-    assert queue.asked == [(path, None, "Bearer secret"), (path, body, "Bearer secret")]
+    assert queue.asked == [(path, body, "Bearer secret")]
     assert unquote(path) == "/v1/runs/a run/1/demand"
     for answer, message in (
         ((401, b'{"error": "no token"}'), r"the queue at .* refuses PUT .*/demand \(401\): no token"),
@@ -214,7 +209,7 @@ def test_demand_state_and_read_over_http(queue: Queue):
         with pytest.raises(QueueError, match=message):
             state(there, "run", asked)
     with pytest.raises(QueueError, match=r"queue\.url is not set"):
-        read(QueueSettings(), "run")
+        state(QueueSettings(), "run", asked)
 
 
 class Runner(FakeSource):
@@ -245,7 +240,7 @@ def test_demand_after_skipped_groups_rises_until_batches_are_full(tmp_path: Path
     source.version = lambda: trainer.ledger.committed_versions()[-1]
     source.equal = {"TokenizerHash": trainer.ledger.frontier().tokenizer_hash}  # type: ignore[union-attr]
     trainer.run(follow=True)
-    levels = [body["groups"] for _, body, _ in queue.asked if body]
+    levels = [body["groups"] for _, body, _ in queue.asked]
     assert levels == sorted(levels)  # type: ignore[type-var]
     skipped = trainer.ledger.skips.reasons()
     assert set(skipped.values()) == {SkipReason.EQUAL}

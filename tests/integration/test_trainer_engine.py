@@ -16,6 +16,7 @@ from tests.support.policies import (
     NO_ALARM,
     PROMPT,
     changed,
+    group_relative,
     logprobs_of,
     sample,
     sampled_by,
@@ -25,7 +26,6 @@ from tests.support.policies import (
 )
 from tests.support.trainers import save, written
 from trainer.credit import assignment
-from trainer.credit.estimators import group_relative
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import merge, separate
 from trainer.optim.optimizer import VerlOptimizer

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_service import LogprobAlarm
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, adapter_facts, write_config
+from trainer.credit.estimators import estimator
 from trainer.data.source import Group
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import Skip, SkipReason
@@ -54,6 +55,10 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         else:
             tables[section] = value
     return tables
+
+
+group_relative = estimator(TrainerSettings())
+"""GRPO's normalised advantage of each value within its group (https://arxiv.org/abs/2402.03300, section 4.1.2)."""
 
 
 def trainer_settings(**flat: Any) -> TrainerSettings:

@@ -10,10 +10,9 @@ import polars as pl
 import pytest
 
 from spangrad.types import AttemptFailure
-from tests.support.policies import transition_row
+from tests.support.policies import group_relative, transition_row
 from tests.support.trainers import FakeSource, group, settings, wired, write_base
 from trainer.credit.assignment import advantages
-from trainer.credit.estimators import group_relative
 from trainer.data.failures import describe, failed_shares
 from trainer.data.source import BatchRollout, Group, Loaded
 

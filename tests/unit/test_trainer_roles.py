@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings, TrainerSettings
-from tests.support.policies import trainer_settings, transition_row
+from tests.support.policies import group_relative, trainer_settings, transition_row
 from tests.support.spans import SpanFactory
 from trainer.credit.assignment import CreditRule, advantages, returns
-from trainer.credit.estimators import estimator, group_relative
+from trainer.credit.estimators import estimator
 from trainer.credit.roles import cancelling_roles, count_own_roles, count_roles, missing_roles, role_metrics
 from trainer.data.assemble import assemble
 from trainer.data.masks import masks

@@ -30,10 +30,6 @@ def estimator(settings: TrainerSettings) -> Normalise:
     return compare
 
 
-group_relative: Normalise = estimator(TrainerSettings())
-"""GRPO's normalised advantage of each value within its group (https://arxiv.org/abs/2402.03300, section 4.1.2)."""
-
-
 def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     import torch
     from verl.trainer.config import AlgoConfig

@@ -18,9 +18,6 @@ from transition_builder.frames import empty
 from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
 from transition_builder.schemas import ATTEMPT, CHOICE, SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
 
-FINDINGS: Schema = {"CallId": pl.String(), "TraceId": pl.String(), "SpanId": pl.String(), "Value": pl.Float64()}
-"""Finding of a rule: the call that is rewarded, the span that shows why, and the reward."""
-
 _EVENT = ["Name", "Attributes"]
 _LOG = ["Severity", "Body", "Attributes"]
 
