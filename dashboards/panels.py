@@ -78,8 +78,8 @@ def steps(base: str, **from_: float) -> dashboard.ThresholdsConfig:
 _Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
 
 
-def _curve(panel: _Curve, alarm: float | None) -> _Curve:
-    """Set the style that curves over versions and curves over time share, and an optional alarm line; return the panel."""
+def _curve(panel: _Curve) -> _Curve:
+    """Set the style that curves over versions and curves over time share; return the panel."""
     panel.draw_style(common_models.GraphDrawStyle.LINE).line_width(2).fill_opacity(8).show_points(
         common_models.VisibilityMode.AUTO
     ).point_size(5)
@@ -91,9 +91,6 @@ def _curve(panel: _Curve, alarm: float | None) -> _Curve:
         .show_legend(True)
         .calcs(["lastNotNull", "min", "max"])
     )
-    if alarm is not None:
-        panel.thresholds(steps("transparent", red=alarm))
-        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.LINE_AND_AREA))
     return panel
 
 
@@ -103,13 +100,12 @@ def over_versions(
     unit: str,
     description: str,
     *,
-    alarm: float | None = None,
     at_most: float | None = None,
     logarithmic: bool = False,
     stacked: bool = False,
 ) -> trend.Panel:
     """Return a panel of curves over policy versions: the query's first column is `version`, the others are numbers."""
-    panel = _curve(trend.Panel(), alarm).x_field("version").title(title).unit(unit).description(description).datasource(SOURCE)
+    panel = _curve(trend.Panel()).x_field("version").title(title).unit(unit).description(description).datasource(SOURCE)
     if at_most is not None:
         panel.min(0).max(at_most)
     if logarithmic:
@@ -124,7 +120,7 @@ def over_time(
     title: str, sql: str, unit: str, description: str, *, at_most: float | None = None, stacked: bool = False, signed: bool = False
 ) -> timeseries.Panel:
     """Return a panel of curves over time: the query's columns are `time`, at most one of names, and numbers, below 0 only if `signed`."""
-    panel = _curve(timeseries.Panel(), None).title(title).unit(unit).description(description).datasource(SOURCE)
+    panel = _curve(timeseries.Panel()).title(title).unit(unit).description(description).datasource(SOURCE)
     if not signed:
         panel.min(0)
     if at_most is not None:

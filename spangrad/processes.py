@@ -265,7 +265,7 @@ def _server_ports() -> Iterator[int]:
     return cycle(random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)))
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports that no process listens on, all different.
 
     They lie below those that the kernel assigns to outgoing connections, one of which could take them before their server does; and no
@@ -279,13 +279,13 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     for port in islice(_server_ports(), len(_SERVER_PORTS)):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
-                probe.bind((host, port))
+                probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
             ports.append(port)
         if len(ports) == count:
             return ports
-    raise SpangradError(f"there are no {count} free ports on {host} between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
+    raise SpangradError(f"there are no {count} free ports on 127.0.0.1 between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
 
 
 def is_free(host: str, port: int) -> bool:

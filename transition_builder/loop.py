@@ -15,7 +15,7 @@ from spangrad.settings import Settings
 from transition_builder.builder import Builder
 from transition_builder.metrics import serve_metrics
 from transition_builder.stopping import stoppable
-from transition_builder.summary import ProgressCallback, Summary, no_progress
+from transition_builder.summary import ProgressCallback, Summary
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def build_once(settings: Settings) -> Summary:
     return summary
 
 
-def build_all(settings: Settings, on_progress: ProgressCallback = no_progress) -> Summary:
+def build_all(settings: Settings) -> Summary:
     """Conclude everything that has ended without waiting for late spans: those make a new revision.
 
     A rollout that a runner announced ends with its final root, or with `incomplete_after_seconds` of silence.
@@ -40,7 +40,7 @@ def build_all(settings: Settings, on_progress: ProgressCallback = no_progress) -
     Raises:
         StoreError: the store does not answer, or failed.
     """
-    return _started(settings, force=True, on_progress=on_progress).build_ready()
+    return _started(settings, force=True).build_ready()
 
 
 def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, run: str | None = None) -> Summary:
@@ -118,8 +118,8 @@ def repeat(
             sleep(rest)
 
 
-def _started(settings: Settings, *, force: bool = False, on_progress: ProgressCallback = no_progress) -> Builder:
+def _started(settings: Settings, *, force: bool = False) -> Builder:
     """Return a builder whose specification is registered under the dataset's name."""
-    builder = Builder(settings, force=force, on_progress=on_progress)
+    builder = Builder(settings, force=force)
     builder.register(settings.builder.dataset)
     return builder

@@ -239,9 +239,9 @@ def read_migrations(directory: Path) -> list[Migration]:
     return migrations
 
 
-def materialized_views(directory: Path = SCHEMA) -> list[str]:
+def materialized_views() -> list[str]:
     """Return the names of the materialized views, which an insert fills."""
-    created = (match for migration in read_migrations(directory) for match in CREATE.findall(migration.sql))
+    created = (match for migration in read_migrations(SCHEMA) for match in CREATE.findall(migration.sql))
     return [name for kind, _, name in created if kind == "MATERIALIZED VIEW"]
 
 

@@ -191,7 +191,7 @@ class SpanStaging:
             self._ready = True
 
 
-def store_one_again(handle: Handle, decode_from: int = ENGINE_FROM) -> bool:
+def store_one_again(handle: Handle) -> bool:
     """Insert a stored span again, which counts once; return whether there is one.
 
     Raises:

@@ -50,9 +50,9 @@ def rollout_lines(overview: Mapping[str, Any]) -> str:
     return f"built {built:,}, {share} succeeded\nmean return {mean}\nlast build {age} ago\n{rollouts['Waiting']:,} ended, not built yet"
 
 
-def drop_lines(overview: Mapping[str, Any], most: int = 4) -> str:
+def drop_lines(overview: Mapping[str, Any]) -> str:
     """Return the most frequent drop reasons of a day."""
-    return "\n".join(f"{drop['Count']:,} {visible(drop['Reason'])}" for drop in overview["drops"][:most]) or "none"
+    return "\n".join(f"{drop['Count']:,} {visible(drop['Reason'])}" for drop in overview["drops"][:4]) or "none"
 
 
 def version_lines(overview: Mapping[str, Any]) -> str:

@@ -106,13 +106,13 @@ def _metrics(counts: SessionCounts, now: SessionsNow) -> Iterator[Metric]:
         ("reset_seconds", "Time in resets.", counts.reset_seconds),
     ):
         yield CounterMetricFamily(_PREFIX + name, text, value=number)
-    yield _by("ended", "Sessions that were refused, and that ended, by how.", "end", _ENDS, now.ends)
-    yield _by("episodes", "Episodes that ended, by how.", "end", _EPISODE_ENDS, counts.episodes)
+    yield _by("ended", "Sessions that were refused, and that ended, by how.", _ENDS, now.ends)
+    yield _by("episodes", "Episodes that ended, by how.", _EPISODE_ENDS, counts.episodes)
     yield from counts.registry.collect()
 
 
-def _by(name: str, text: str, label: str, values: Sequence[str], counts: Counter[str]) -> Metric:
-    family = CounterMetricFamily(_PREFIX + name, text, labels=[label])
+def _by(name: str, text: str, values: Sequence[str], counts: Counter[str]) -> Metric:
+    family = CounterMetricFamily(_PREFIX + name, text, labels=["end"])
     for value in values:
         family.add_metric([value], counts[value])
     return family

@@ -72,18 +72,17 @@ class EpisodeOutcome:
 class Episode:
     """Episode of one environment and one model."""
 
-    def __init__(self, environment: EnvironmentCalls, model: ReplyModel, limits: EpisodeLimits, *, role: str = "") -> None:
+    def __init__(self, environment: EnvironmentCalls, model: ReplyModel, limits: EpisodeLimits) -> None:
         """Begin nothing yet.
 
         Args:
             environment: calls of the environment.
             model: writes the replies.
             limits: limits of the episode.
-            role: role of its rewards, where a rollout has several. Empty: every role.
         """
         self.state = EpisodeState.PENDING
         self._environment = environment
-        self._player = Player(model, limits, role)
+        self._player = Player(model, limits)
         self._steps: list[EpisodeStep] = []
         self._tracer = trace.get_tracer(semconv.EPISODE_SCOPE)
 

@@ -79,6 +79,8 @@ class RestartPolicy:
         return self.tries > 0 and (was_ready or first_start)
 
 
+_CAUSE_LINES = 12
+"""Largest number of lines of a cause."""
 NEVER = RestartPolicy(tries=0, health_seconds=math.inf)
 """Policy under which a service that ends has failed, and one that is ready is asked no more."""
 
@@ -134,7 +136,7 @@ def stop_seconds(graces: Iterable[tuple[str, float]]) -> float:
     return sum(longest.values())
 
 
-def cause_of(log: str, lines: int = 12) -> str:
+def cause_of(log: str) -> str:
     """Return the cause of a service's end from the text of its log.
 
     It is the sentence of one of our own errors, else the last exception of a traceback, else the last line.
@@ -142,5 +144,5 @@ def cause_of(log: str, lines: int = 12) -> str:
     text = [line.rstrip() for line in log.splitlines() if line.strip()]
     error_lines = [number for number, line in enumerate(text) if line.startswith("spangrad: ")]
     if error_lines:
-        return "\n".join([text[error_lines[-1]].removeprefix("spangrad: "), *text[error_lines[-1] + 1 : error_lines[-1] + lines]])
+        return "\n".join([text[error_lines[-1]].removeprefix("spangrad: "), *text[error_lines[-1] + 1 : error_lines[-1] + _CAUSE_LINES]])
     return text[-1] if text else "its log is empty"

@@ -43,7 +43,7 @@ def _gateway(attributes: AttributeColumns) -> Reading:
 def _nothing(attributes: AttributeColumns) -> Reading:
     """Read spans of no dialect: some are suspects, and any may name its agent."""
     return Reading(
-        suspect=suspects.suspects(attributes),
+        suspect=suspects.suspects(),
         agent=attributes.first(semconv.OPENINFERENCE_AGENT_NAME),
         error=attributes.first(semconv.ERROR_TYPE),
     )

@@ -35,7 +35,7 @@ _OF_SERVERS = ("http.route", "http.server_name", "net.host.port", "http.target")
 _METHODS = ("http.request.method", "http.method")
 
 
-def suspects(attributes: AttributeColumns) -> pl.Expr:
+def suspects() -> pl.Expr:
     """Return whether a span that no dialect reads seems to have called a model, by other signs than a request."""
     return pl.col("SpanName").str.contains(NAMES).fill_null(False) | pl.col(SPEAKS)
 
