@@ -39,8 +39,8 @@ TINY_SECONDS = 480
 _POLL_SECONDS = 0.25
 
 
-def arguments_of(recipe: Recipe, words: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line."""
+def arguments_of(recipe: Recipe, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read a command line; None: this process's."""
     parser = argparse.ArgumentParser(prog=f"python -m recipes.{recipe.name}", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", type=Path, help="directory of the instruct model; required without --tiny")
     parser.add_argument("--size", choices=SIZES, default="7b", help="which model's settings")
@@ -60,9 +60,9 @@ def arguments_of(recipe: Recipe, words: Sequence[str] | None) -> argparse.Namesp
     return arguments
 
 
-def main(recipe: Recipe, words: Sequence[str] | None = None) -> None:
+def main(recipe: Recipe) -> None:
     """Run a recipe's command line."""
-    arguments = arguments_of(recipe, words)
+    arguments = arguments_of(recipe)
 
     def stop(signum: int, frame: object) -> None:
         raise KeyboardInterrupt

@@ -17,6 +17,9 @@ from spangrad.http.service import queue_service, without_userinfo
 if TYPE_CHECKING:
     from spangrad.settings import QueueSettings
 
+_SECONDS = 2.0
+"""Longest wait for a response, in seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -42,8 +45,8 @@ class Stated:
     """Number of groups enqueued so far, without those that were cancelled."""
 
 
-def state(queue: QueueSettings, run_id: str, demand: Demand, seconds: float = 2.0) -> Stated:
-    """Send the demand to the queue at queue.url, and wait for the response at most `seconds`.
+def state(queue: QueueSettings, run_id: str, demand: Demand) -> Stated:
+    """Send the demand to the queue at queue.url, and return its response.
 
     Raises:
         QueueError: the queue refuses, or does not answer.
@@ -51,7 +54,7 @@ def state(queue: QueueSettings, run_id: str, demand: Demand, seconds: float = 2.
     if queue.url is None:
         raise QueueError("queue.url is not set: there is no queue to ask.")
     path = f"/v1/runs/{quote(run_id, safe='')}/demand"
-    response = ask(queue_service(queue.url, queue.token), "PUT", path, asdict(demand), seconds=seconds)
+    response = ask(queue_service(queue.url, queue.token), "PUT", path, asdict(demand), seconds=_SECONDS)
     try:
         return Stated(int(response["groups"]), int(response["enqueued"]))
     except (ValueError, KeyError, TypeError) as error:

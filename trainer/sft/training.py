@@ -237,7 +237,7 @@ class _Run:
         self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan, optimizer: FileOptimizer
     ) -> list[LedgerVersion]:
         head, versions = plan.base, list[LedgerVersion]()
-        before = _named("held_out", self._held_out(optimizer, plan)) if not plan.at else {}
+        before = self._held_out(optimizer, plan) if not plan.at else {}
         for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
             self.clock.begin()
             head = self._version(
@@ -268,7 +268,8 @@ class _Run:
 
     def _held_out(self, optimizer: FileOptimizer, plan: FileTrainPlan) -> dict[str, float]:
         after = 2 * len(plan.examples.trained)
-        return optimizer.measure(plan.examples.held_out, None if optimizer.reference is None else optimizer.reference[after:])
+        metrics = optimizer.measure(plan.examples.held_out, None if optimizer.reference is None else optimizer.reference[after:])
+        return {f"held_out_{name}": value for name, value in metrics.items()}
 
     def _version(
         self, ledger: Ledger, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
@@ -283,7 +284,7 @@ class _Run:
             with beating(ledger, lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
-                    metrics |= _named("held_out", self._held_out(optimizer, plan))
+                    metrics |= self._held_out(optimizer, plan)
                 with self.clock.stage("checkpoint"):
                     optimizer.collect(state=end < len(plan.steps))  # a whole run is not resumed
                     written = transaction.write(lease, parent, optimizer.write)
@@ -343,10 +344,6 @@ def _files(sources: Sequence[ExampleFile], examples: Sequence[Example]) -> tuple
 def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     sums = {"tokens"}
     return {name: sum(step[name] for step in steps) if name in sums else fmean(step[name] for step in steps) for name in steps[0]}
-
-
-def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
-    return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
 def _store(settings: Settings) -> Client | None:

@@ -37,7 +37,7 @@ def scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.DataFrame | 
         value = agent_lightning.old_reward(attributes)
         beside = attributes.frame(spans.select("SpanName"))
         rows = beside.select(row=pl.int_range(pl.len(), dtype=pl.Int64), value=value).filter(pl.col("value").is_not_null())
-        frames.append(rows.select("row", at=pl.lit(0, pl.Int64), Name=pl.lit(semconv.REWARD_NAME), Value=_number("value")))
+        frames.append(rows.select("row", at=pl.lit(0, pl.Int64), Name=pl.lit(semconv.REWARD_NAME), Value=_number()))
     if not frames:
         return None
     given = pl.concat(frames).sort("row", "at", "Name", maintain_order=True)
@@ -71,11 +71,11 @@ def _named(entries: pl.DataFrame, attributes: AttributeColumns) -> pl.DataFrame:
                 pl.when(key == semconv.EVALUATION_SCORE).then(pl.col("evaluation").replace("", None)),
                 pl.lit(semconv.REWARD_NAME),
             ),
-            Value=_number("value"),
+            Value=_number(),
         )
     )
 
 
-def _number(name: str) -> pl.Expr:
-    value = pl.col(name).cast(pl.Float64, strict=False)
+def _number() -> pl.Expr:
+    value = pl.col("value").cast(pl.Float64, strict=False)
     return pl.when(value.is_finite()).then(value)
