@@ -13,6 +13,7 @@ import msgspec
 
 from page.reading import PageStore
 from page.token_texts import TokenTexts
+from spangrad.errors import JSON_ERRORS
 from spangrad.store.datasets import rows_sql
 
 _OF_ROLLOUT = "RolloutId = {rollout:String}"
@@ -135,7 +136,7 @@ def alternatives(store: PageStore, place: CallPlace) -> list[list[dict[str, Any]
     rows = store.rows(_ALTERNATIVES, {**place.parameters, "number": place.choice + 1})
     try:
         tokens = msgspec.json.decode(rows[0]["Content"], type=list[_TokenLogprobs]) if rows and rows[0]["Content"] else []
-    except msgspec.DecodeError:  # a response of another form, or one that was cut
+    except JSON_ERRORS:  # a response of another form, or one that was cut
         return []
     lists = [[{"token": other.token, "logprob": other.logprob} for other in token.top_logprobs[:ALTERNATIVES_MOST]] for token in tokens]
     return lists if any(lists) else []

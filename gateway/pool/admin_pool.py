@@ -24,7 +24,7 @@ from gateway.pool.upstream import BackendStatus, Upstream
 from gateway.proxy.http import error_response
 from gateway.weights.publication import CallsInFlight, InFlight, PublicationError
 from gateway.weights.release import Order, Publication, PublicationRequest, promote, publish, roll_back
-from spangrad.errors import EngineError
+from spangrad.errors import JSON_ERRORS, EngineError
 from spangrad.http.server import json_response
 from spangrad.settings import BackendSettings
 
@@ -372,7 +372,7 @@ def _errors_as_json(handler: _Handler) -> _Handler:
 async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+    except JSON_ERRORS as error:
         raise PublicationError(400, f"{form}: {error}") from None
 
 

@@ -18,7 +18,7 @@ from gateway.dialects import CHAT
 from gateway.dialects.answer import EngineAnswer
 from gateway.pool.upstream import BackendStatus, Upstream, unreachable
 from gateway.vllm_plugin.middleware import ADAPTER_PATH, CHECKSUM_PATH
-from spangrad.errors import CheckpointError, EngineError
+from spangrad.errors import JSON_ERRORS, CheckpointError, EngineError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService
 from spangrad.settings import BackendSettings
@@ -268,7 +268,7 @@ class Backend(Upstream):
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
+        except JSON_ERRORS as error:
             raise EngineError(f"the engine at {self.url} answers {path} with something else than expected: {error}") from None
 
     async def _request(self, method: str, path: str, body: bytes | None, seconds: float, more: Mapping[str, str] = _NO_HEADERS) -> bytes:

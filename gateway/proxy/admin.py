@@ -17,6 +17,7 @@ from gateway.pool.upstream import BackendStatus
 from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
 from gateway.proxy.counts import ClosedAttempt, Counts
 from gateway.proxy.http import error_response
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName, StageRequest
 from spangrad.http.server import Handler, json_response
 
@@ -155,7 +156,7 @@ def _given(kind: type[T], name: str, answer: Callable[[T], Awaitable[web.Respons
     async def handle(request: web.Request) -> web.Response:
         try:
             body = msgspec.json.decode(await request.read(), type=kind)
-        except msgspec.DecodeError as error:
+        except JSON_ERRORS as error:
             return error_response(400, f"{name} is JSON with a list `attempts`: {error}")
         return await answer(body)
 

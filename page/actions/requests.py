@@ -10,6 +10,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from spangrad.errors import JSON_ERRORS
+
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Version = Annotated[int, Meta(ge=0, lt=2**62)]
 SET_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,99}$"
@@ -153,5 +155,5 @@ def read_request(content: bytes) -> Request:
     """
     try:
         return msgspec.json.decode(content, type=Request)
-    except msgspec.DecodeError as error:
+    except JSON_ERRORS as error:
         raise ValueError(f"the body is no action of the page: {error}") from None

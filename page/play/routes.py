@@ -15,7 +15,7 @@ from aiohttp import web
 from page.access import HEADERS, PageAccess
 from page.encoding import encode, json_answer
 from page.play.sessions import PlaySessions
-from spangrad.errors import GatewayError
+from spangrad.errors import JSON_ERRORS, GatewayError
 from spangrad.http.json_http import ask
 from spangrad.http.server import body
 from spangrad.http.service import gateway_service
@@ -91,7 +91,7 @@ class PlayRoutes:
             return json_answer(encode({"error": problem or "this page offers no actions. Set page.actions to true."}), 403)
         try:
             answer = msgspec.json.decode(await body(request), type=PlayAnswer)
-        except msgspec.DecodeError as error:
+        except JSON_ERRORS as error:
             raise ValueError(f"the body is no reply of a player: {error}") from None
         session = self._sessions.get(answer.rollout)
         if answer.text is None:

@@ -13,6 +13,7 @@ from typing import Self, TypeVar, cast
 import aiohttp
 import msgspec
 
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.service import RemoteService, RequestError, Retries
 
 T = TypeVar("T")
@@ -127,5 +128,5 @@ def _decode(content: bytes, kind: type[T]) -> T:
         return cast("T", content)
     try:
         return msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as error:
+    except JSON_ERRORS as error:
         raise RequestError.of_connection(error) from error

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from ssl import SSLError
 from typing import Any
 
+from spangrad.errors import JSON_ERRORS
 from spangrad.http.service import RemoteService, RequestError, Retries, without_userinfo
 
 
@@ -82,7 +83,7 @@ def _send(request: urllib.request.Request, seconds: float) -> Any:
         raise RequestError("the URL's host or port is not valid") from error
     except http.client.HTTPException as error:
         raise RequestError(repr(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, *JSON_ERRORS) as error:
         raise RequestError.of_connection(error) from error
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
-from spangrad.errors import GatewayError, QueueError, SpangradError
+from spangrad.errors import JSON_ERRORS, GatewayError, QueueError, SpangradError
 from spangrad.http.retries import RETRIED_STATUSES, retry_after
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RequestError(Exception):
         try:
             message = json.loads(text)["error"]
             reason = str(message["message"] if isinstance(message, dict) else message)
-        except (ValueError, KeyError, TypeError):
+        except (*JSON_ERRORS, KeyError, TypeError):
             reason = text.strip() or phrase
         return cls(reason[:_REASON_CHARACTERS], status, retry_after(retry_after_header))
 

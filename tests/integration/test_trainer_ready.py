@@ -151,7 +151,8 @@ def test_ready_and_load_after_any_builds_are_those_of_new_reader(settings: Setti
         world.group(group, [chance.random()], GroupSize=size, RolloutId=rollout, Revision=revisions.get(rollout, 0))
         revisions[rollout] = revisions.get(rollout, 0) + 1
         new = GroupReader(world.client, settings)
-        assert (ready := source.ready()) == new.ready()
+        ready = source.ready()
+        assert ready == new.ready()
         known, read = source.load(ready), new.load(ready)
         assert known.rollouts == read.rollouts
         assert known.transitions.equals(read.transitions)

@@ -23,6 +23,7 @@ from tests.support.servers import raw_server
 WHOLE = b'HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n{"a":1}'
 HALF = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"
 BUSY = b"HTTP/1.1 503 Full House\r\nContent-Length: 99\r\n\r\n{"
+DEEP = b'{"a":' + b"[" * 100_000
 REFUSED = b'HTTP/1.1 404 Not Found\r\nContent-Length: 15\r\n\r\n{"error": "no"}'
 Ask = Callable[[RemoteService], Any]
 
@@ -58,6 +59,13 @@ def test_ask_incomplete_response_raises_no_answer(client: Ask, answer: bytes, an
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(.+\)\. Start it with `spangrad queue`") as caught:
         client(queue_service(url, None))
     assert caught.value.http_status is None
+
+
+@pytest.mark.parametrize("client", [blocking, awaited])
+def test_ask_response_nested_too_deep_raises_no_answer(client: Ask, answers: list[bytes], url: str) -> None:
+    answers[:] = [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(DEEP), DEEP)]
+    with pytest.raises(QueueError, match=rf"the queue at {url} does not answer"):
+        client(queue_service(url, None))
 
 
 @pytest.mark.parametrize("client", [blocking, awaited])
