@@ -191,10 +191,10 @@ class Builder:
         if self._discovery.is_first:
             self._add_pending(self._discovery.new_roots())
         self._pending = waiting.touched(self._pending, arrived)
-        if (named := arrived.filter(_NAMES_ITSELF)).height:
+        if (named := arrived.filter(_NAMES_ITSELF)).height or self._pending.height:
             rollouts = named.rename({"RolloutKey": "RolloutId"})
             ending = self._of_run(rollouts.filter("HasRoot"))
-            self._source.begin(ending.filter(~waiting.IS_BEHIND))
+            self._source.begin(waiting.to_conclude(self._pending, ending, self._now))
             self._add_pending(ending.join(self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
         behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:

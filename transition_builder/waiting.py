@@ -40,6 +40,17 @@ def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
     return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
 
 
+def to_conclude(pending: pl.DataFrame, ending: pl.DataFrame, now: datetime) -> pl.DataFrame:
+    """Return RolloutId and TraceId of what is due of training, validation and their baselines, once rollouts that end are pending as well.
+
+    Args:
+        pending: PENDING with CheckedAt.
+        ending: roots that have just arrived, with Mode.
+        now: the store's clock.
+    """
+    return pl.concat([rows.filter(~IS_BEHIND).select("RolloutId", "TraceId") for rows in (due(pending, now), ending)])
+
+
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
     """Return the waiting rows, with those of the same keys as `rows` dated now."""
     if rows.is_empty() or waiting.is_empty():

@@ -45,6 +45,12 @@ def test_touched_rows_are_due_again() -> None:
     assert waiting.due(waiting.touched(rows, arrived), NOW)["RolloutId"].to_list() == ["named", "traced"]
 
 
+def test_rollouts_to_conclude_are_those_due_and_those_that_end_of_training() -> None:
+    rows = pending(("just checked", 100, 1), ("long ago", 100, 10))
+    ending = pl.concat([pending(("ended", 0, 0)), pending(("served", 0, 0)).with_columns(Mode=pl.lit("production"))])
+    assert waiting.to_conclude(rows, ending, NOW).rows() == [("long ago", "t-long ago"), ("ended", "t-ended")]
+
+
 def test_slices_hold_whole_rollouts_oldest_first_and_as_many_as_take_their_time() -> None:
     rows = pl.concat([pending((f"r{age:03}", age, age), (f"r{age:03}", age - 1, age)) for age in range(300, 0, -1)])
     sizes, seen = list[int](), list[str]()

@@ -95,13 +95,20 @@ class _ReadAhead:
         """Begin to read the rows of some keys."""
         self._begun = _distinct(keys), self._thread.submit(read)
 
-    def take(self, keys: pl.Series) -> pl.DataFrame | None:
-        """Return what was begun, once it is read; None if that is nothing, or of other keys."""
+    def take(self, keys: pl.Series, *, by_key: bool = False) -> pl.DataFrame | None:
+        """Return what was begun, once it is read; None if that is nothing, or of other keys.
+
+        Args:
+            keys: of the rows that are needed.
+            by_key: each row has one of the keys as RolloutKey, so that those of fewer keys than were begun can be told apart.
+        """
         begun, self._begun = self._begun, None
         if begun is None:
             return None
-        rows = begun[1].result()
-        return rows if begun[0] == _distinct(keys) else None
+        rows, names = begun[1].result(), _distinct(keys)
+        if by_key and names < begun[0]:
+            return rows.filter(pl.col("RolloutKey").is_in(keys.implode()))
+        return rows if names == begun[0] else None
 
     def forget(self) -> None:
         """Forget what was begun."""
@@ -154,7 +161,7 @@ class RolloutReader:
         matching = arrivals.select(~NAMED | pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())).to_series()
         spans = _first_deliveries(arrivals if matching.all() else arrivals.filter(matching), "EventIndex")
         keys = _keys_of_calls(rollouts, spans)
-        calls = self._calls_ahead.take(keys)
+        calls = self._calls_ahead.take(keys, by_key=True)
         calls = self._calls(keys) if calls is None else calls
         return self._frames(_read_of(rollouts, spans), spans, calls, owners)
 
