@@ -46,8 +46,7 @@ def test_with_overlong_adds_reward_to_long_calls_of_policy_only():
     rows = frame(
         call("a", 0, 18, rewards=(1.0,)), call("a", 1, 3), call("b", 0, 30, Policy="other"), call("b", 1, 40, rewards=(0.5, 0.25)),
     )  # fmt: skip
-    own = rows["Policy"] == "policy"
-    rewarded = with_overlong(rows, own, trainer_settings(overlong_tokens=20, overlong_buffer=4))
+    rewarded = with_overlong(rows, trainer_settings(overlong_tokens=20, overlong_buffer=4))
     assert rewarded["Rewards.Name"].to_list() == [["reward", "overlong"], [], [], ["reward", "reward", "overlong"]]
     assert rewarded["Rewards.Value"].to_list() == [[1.0, -0.5], [], [], [0.5, 0.25, -1.0]]
     assert rewarded["Rewards.CallId"].list.len().to_list()[1:3] == [0, 0]
@@ -55,7 +54,7 @@ def test_with_overlong_adds_reward_to_long_calls_of_policy_only():
     assert assignment.returns(rewarded)["Return"].to_list() == [0.5, -0.25]
     assert assignment.returns(rewarded, {"overlong": 0.5})["Return"].to_list() == [0.75, 0.25]
     assert rewarded.schema == rows.schema
-    assert with_overlong(rows, own, TrainerSettings()).equals(rows)
+    assert with_overlong(rows, TrainerSettings()).equals(rows)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from spangrad.selection import expression
 from spangrad.settings import TrainerSettings
 
 OVERLONG = "overlong"
@@ -28,17 +29,17 @@ def punishment(tokens: pl.Expr, longest: int, buffer: int) -> pl.Expr:
     return ((longest - buffer - tokens.cast(pl.Float64)) / buffer).clip(-1.0, 0.0)
 
 
-def with_overlong(transitions: pl.DataFrame, own: pl.Series, settings: TrainerSettings) -> pl.DataFrame:
+def with_overlong(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.DataFrame:
     """Transitions with a reward `overlong` on each of the policy's calls whose response is longer than L_max - L_cache.
 
     Args:
         transitions: calls of whole rollouts, with the columns `Rewards.*`.
-        own: which of them the policy answered and are selected; others' lengths are not punished.
-        settings: overlong_tokens (L_max; 0: nothing is punished) and overlong_buffer (L_cache).
+        settings: overlong_tokens (L_max; 0: nothing is punished), overlong_buffer (L_cache), and which calls are the policy's and selected:
+            others' lengths are not punished.
     """
     if not settings.credit.overlong_tokens:
         return transitions
-    length = pl.col("ResponseIds").list.len()
+    length, own = pl.col("ResponseIds").list.len(), (pl.col("Policy") == settings.policy) & expression(settings.selection)
     derived = transitions.with_columns(
         _Overlong=pl.when(own).then(punishment(length, settings.credit.overlong_tokens, settings.credit.overlong_buffer)).otherwise(0.0)
     )

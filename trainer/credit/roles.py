@@ -78,10 +78,10 @@ def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dic
         transitions: whole groups, with the rewards that the trainer counts.
         weights: what rewards of a name are multiplied by; 1 for a name that is not here.
     """
-    entries = _entries(transitions, weights)
-    roles = sorted(set(entries["Role"]) - {""})
+    roles = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
     if len(roles) < 2:
         return {}
+    entries = _entries(transitions, weights)
     parts = [pl.col("Value").filter(pl.col("Role") == role).sum().alias(f"of {role}") for role in roles]
     earned = entries.group_by(*KEY).agg(pl.col("Value").sum().alias("Return"), *parts)
     rollouts = transitions.select(*KEY).unique(maintain_order=True).join(earned, on=KEY, how="left").fill_null(0.0)
@@ -111,8 +111,8 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
 
 def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
     """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so."""
-    known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
-    if not roles or not known or set(roles) & set(known):
+    known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""}) if roles else []
+    if not known or set(roles) & set(known):
         return ""
     return (
         f"no reward is of the roles in trainer.credit.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. "

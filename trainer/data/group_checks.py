@@ -79,6 +79,8 @@ def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
     inconsistent = facts.filter(
         (pl.min_horizontal("Prompt", "Response") == 0) | (pl.col("Response") != pl.col("Logprobs")) | ~pl.col("Versions")
     )
+    if inconsistent.is_empty():
+        return {}
     return {
         Group(*(row[name] for name in GROUP_COLUMNS)): Skip(SkipReason.CONTRADICTORY, _contradiction(row))
         for row in inconsistent.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True)
@@ -101,6 +103,8 @@ def _not_finite(loaded: Loaded, trained: pl.Series) -> dict[Group, Skip]:
         ("reward", "Rewards.Value", loaded.transitions),
         ("logprob", "Logprobs", loaded.transitions.filter(trained)),
     ):
+        if rows[column].explode().is_finite().all():
+            continue
         values = rows.select(*GROUP_COLUMNS, "TransitionId", Value=pl.col(column)).explode("Value").filter(~pl.col("Value").is_finite())
         for row in values.unique(GROUP_COLUMNS, keep="first", maintain_order=True).iter_rows(named=True):
             detail = f"transition {row['TransitionId']} has a {kind} of {row['Value']}."

@@ -331,7 +331,7 @@ class GroupReader:
         cancelled = frozenset(rollout.group.group_id for rollout in rollouts if rollout.failure == AttemptFailure.CANCELLED)
         missing = missing_rows(builds, newest)
         incomplete = {group: missing[group.group_id] for group in groups if group.group_id in missing}
-        newest = self._with_derived_rewards(self._with_counted_rewards(newest))
+        newest = with_overlong(self._with_counted_rewards(newest), self._trainer)
         if not self._greedy:
             return Loaded(rollouts, newest, cancelled=cancelled, incomplete=incomplete)
         greedy = pl.col("Mode") == Mode.GREEDY
@@ -348,11 +348,6 @@ class GroupReader:
             logger.warning("%s", warning)
             self._warned_of_roles = True
         return counted
-
-    def _with_derived_rewards(self, transitions: pl.DataFrame) -> pl.DataFrame:
-        """Return the transitions with the rewards that the trainer derives from them."""
-        own = transitions.select((pl.col("Policy") == self._trainer.policy) & expression(self._trainer.selection)).to_series()
-        return with_overlong(transitions, own, self._trainer)
 
     def _frame(self, query: str, groups: Sequence[Group]) -> pl.DataFrame:
         """Return the result of a query of the run and the specification of some groups, which share them."""
@@ -378,6 +373,8 @@ def missing_rows(builds: pl.DataFrame, transitions: pl.DataFrame) -> dict[str, s
     rows = transitions.group_by(ROWS_OF).agg(Rows=pl.len(), Entries=pl.col("Rewards.Value").list.len().sum())
     counts = builds.join(rows, on=ROWS_OF, how="left").with_columns(pl.col("Rows", "Entries").fill_null(0))
     short = counts.filter((pl.col("Rows") < pl.col("Transitions")) | (pl.col("Entries") < pl.col("Rewards")))
+    if short.is_empty():
+        return {}
     return {
         group: f"rollout {rollout!r} has {rows} of {built} transitions and {entries} of {rewards} rewards in the store so far."
         for group, rollout, rows, built, entries, rewards in short.sort("GroupId", "RolloutId", descending=True)
