@@ -334,7 +334,7 @@ def run_to_end(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, None])
         try:
             loop.run_until_complete(task)
         except (SystemExit, KeyboardInterrupt) as error:
-            if task.done():
+            if task.done() and task.exception() is error:
                 raise
             print(f"a task of an environment has ended by {failure_text(error)}", file=sys.stderr, flush=True)
 

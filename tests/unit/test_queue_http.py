@@ -38,4 +38,4 @@ def test_queue_http_answers_that_always_break_off_raise(url: str) -> None:
     with pytest.raises(QueueError, match=message):
         QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)
     with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
-        demand.read(QueueSettings(url=url), "run")
+        demand.state(QueueSettings(url=url), "run", demand.Demand("policy", "main", groups=1, oldest_version=0, filled=0))
