@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 JSON_ERRORS = (ValueError, RecursionError)
-"""Errors of json, and of msgspec from 0.21 on, for a text that cannot be read: where it is no JSON or no UTF-8, a ValueError of any class; where it is nested
-too deep, a RecursionError."""
+"""Errors of json, and of msgspec from 0.21 on, for a text that cannot be read: where it is no JSON or no UTF-8, a ValueError of any
+class; where it is nested too deep, a RecursionError."""
 
 
 class SpangradError(Exception):
