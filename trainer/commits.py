@@ -85,7 +85,7 @@ class StepLease:
             yield
 
     def take(self) -> None:
-        """Wait until the version before is committed, and take the lease if that was not done.
+        """Wait until the version before is committed, and take the lease if that was not done, else make sure that it still holds.
 
         Raises:
             SpangradError: the version before could not be written or committed.
@@ -96,6 +96,8 @@ class StepLease:
             self._commits.settle()
         if self._lease is None:
             self._take()
+        elif not self._commits.transaction.branch.ledger.renew(self._lease):
+            raise HeadMovedError(f"the lease of version {self._lease.version} was undone: branch {self.parent.branch} was rolled back.")
 
     def hand_on(self) -> tuple[BatchLease, ExitStack]:
         """Return the lease, which is taken, and what renews it until it is closed."""

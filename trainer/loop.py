@@ -277,11 +277,12 @@ class Trainer:
 
     def _step(self, loaded: Loaded) -> bool:
         parent, batch = self._head or self.branch.head(), None
+        rows = (self.optimizer or self._load(parent)).data_parallel_size  # loaded before the lease: it takes long, and may fail
         step = StepLease(self.commits, loaded.rollouts, parent)
         try:
             with self.transaction.undone_on_error(but=(BadRowsError, AlreadyTrainedError, HeadMovedError)):
                 with step.begun():
-                    batch, facts, calls = self._assemble(loaded, parent)
+                    batch, facts, calls = self._assemble(loaded, parent, rows)
                     trained = self._train(step, batch, facts, calls)
                 committed = self.commits.submit(trained)
         except (BadRowsError, AlreadyTrainedError) as error:
@@ -296,10 +297,9 @@ class Trainer:
         self.clock.end()
         return True
 
-    def _assemble(self, loaded: Loaded, parent: LedgerVersion) -> tuple[Batch, dict[str, float], pl.DataFrame]:
-        """Return the batch of a step from `parent`, the metrics known before it, and its calls."""
-        # The head may have moved since the start: only the version to train is loaded.
-        settings, rows = self.settings.trainer, (self.optimizer or self._load(parent)).data_parallel_size
+    def _assemble(self, loaded: Loaded, parent: LedgerVersion, rows: int) -> tuple[Batch, dict[str, float], pl.DataFrame]:
+        """Return the batch of a step from `parent`, of a multiple of so many rows, the metrics known before it, and its calls."""
+        settings = self.settings.trainer
         with self.clock.stage("credit"):
             lineage, own = self.branch.lineage(), parent.tokenizer_hash
             batch, facts, calls = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=own)

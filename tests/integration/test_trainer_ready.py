@@ -76,10 +76,13 @@ def test_ready_after_revision_that_moves_rollout_or_changes_size_counts_again(se
 
 def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, with_trainer(settings, estimator="remax"))
-    world.group("g", [1.0, 0.25])
-    assert source.ready() == []
-    world.group("g", [0.5], Mode="greedy", RolloutId="g-greedy", temperature=1.0, Temperature=0.0)
-    assert source.ready() == [Group(settings.trainer.run_id, "train", SPEC, "g")]
+    for name, size in (("g", 1), ("h", 0)):
+        world.group(name, [1.0, 0.25])
+        assert source.ready() == []
+        world.group(name, [0.5], Mode="greedy", GroupSize=size, RolloutId=f"{name}-greedy", temperature=1.0, Temperature=0.0)
+        assert source.ready() == [Group(settings.trainer.run_id, "train", SPEC, name)]
+        source.release(source.ready())
+    assert not source._built._members, "nothing is kept of what is trained"
 
 
 def test_ready_with_as_of_omits_later_groups(settings: Settings, world: BuiltRollouts) -> None:
@@ -144,12 +147,13 @@ def test_ready_and_load_after_any_builds_are_those_of_new_reader(settings: Setti
     world.group("old", [1.0], size=2)
     source.ready()
     whole, moved = 0, 0
-    for _ in range(24):
-        rollout, group = f"r{chance.randrange(9)}", chance.choice(["old", *"abc"])
-        moved += rollout in revisions
-        size = chance.choice([2, 2, 2, 3, 0])
-        world.group(group, [chance.random()], GroupSize=size, RolloutId=rollout, Revision=revisions.get(rollout, 0))
-        revisions[rollout] = revisions.get(rollout, 0) + 1
+    for _ in range(20):
+        for _ in range(chance.choice([1, 1, 2, 4])):
+            rollout, group = f"r{chance.randrange(12)}", chance.choice(["old", *"abcd"])
+            moved += rollout in revisions
+            size = chance.choice([2, 2, 2, 3, 0])
+            world.group(group, [chance.random()], GroupSize=size, RolloutId=rollout, Revision=revisions.get(rollout, 0))
+            revisions[rollout] = revisions.get(rollout, 0) + 1
         new = GroupReader(world.client, settings)
         ready = source.ready()
         assert ready == new.ready()
@@ -166,7 +170,9 @@ def test_load_of_groups_that_arrived_reads_their_transitions_alone(
 ) -> None:
     source = GroupReader(world.client, settings)
     source.ready()
-    world.group("a", [1.0, 0.0])
+    world.group("a", [1.0], size=2)
+    source.ready()
+    world.group("a", [0.0], size=2, RolloutId="a-1")
     ready = source.ready()
     asked: list[str] = []
     query: Callable[..., object] = world.client.query_arrow

@@ -26,9 +26,8 @@ ROWS = st.builds(
 def test_whole_groups_have_as_many_sized_rollouts_as_their_size(members: list[BuiltRow], greedy: bool) -> None:
     whole = whole_groups(members, greedy=greedy)
     for key in {(row.mode, row.group) for row in members}:
-        rows = [row for row in members if (row.mode, row.group) == key]
-        size = max(row.size for row in rows)
-        is_whole = 0 < size <= len([row for row in rows if row.size])
+        rows = [row for row in members if (row.mode, row.group) == key and row.size]
+        is_whole = bool(rows) and max(row.size for row in rows) <= len(rows)
         compared = not greedy or (key[0] == "train" and any(row.mode == "greedy" and row.group == key[1] for row in members))
         assert whole.get(key) == (max(row.dated for row in rows) if is_whole and compared else None)
 

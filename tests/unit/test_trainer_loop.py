@@ -110,6 +110,39 @@ def test_trainer_leases_groups_before_it_derives_credit(tmp_path: Path, base: Pa
     assert leases == [1]
 
 
+def test_trainer_rolled_back_during_credit_trains_from_the_new_head(tmp_path: Path, base: Path):
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(["a", "b"]))
+    trainer.run(follow=False)
+    source = trainer.source
+    assert isinstance(source, FakeSource)
+    source.names, source.version = ["c", "d"], lambda: trainer.branch.head().version
+    source.changes |= dict.fromkeys(source.names, source.changes["a"])
+    normalise = trainer.normalise
+
+    def roll_back(units: Any) -> Any:
+        trainer.normalise = normalise
+        trainer.ledger.rollback(0)
+        return normalise(units)
+
+    trainer.normalise = roll_back
+    batch = trainer.take()
+    assert batch
+    assert not trainer.step(batch), "the lease was undone"
+    assert trainer.branch.head().version == 0
+
+
+def test_trainer_whose_optimizer_cannot_be_loaded_takes_no_version(tmp_path: Path, base: Path):
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource(["a", "b"]))
+
+    def load(version: LedgerVersion) -> Any:
+        raise TrainerError("no memory")
+
+    trainer.load_optimizer, trainer.optimizer = load, None
+    with pytest.raises(TrainerError, match="no memory"):
+        trainer.run(follow=False)
+    assert [version.version for version in trainer.ledger.versions()] == [0]
+
+
 def test_trainer_batch_has_advantages_and_staleness(tmp_path: Path, base: Path):
     optimizer = FakeOptimizer()
     trainer = wired(settings(base, tmp_path), FakeSource(["a", "b", "c", "d"]), optimizer)

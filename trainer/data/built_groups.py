@@ -128,6 +128,7 @@ class BuiltGroups:
         """Forget groups: they are trained, or skipped."""
         for key in keys:
             self._members.pop(key, None)
+            self._members.pop((Mode.GREEDY.value, key[1]), None)
             if self._whole is not None and self._whole.pop(key, None) is not None:
                 self._sorted = None
 
@@ -161,27 +162,31 @@ class BuiltGroups:
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
         new, revised = arrived - self._seen, {row.rollout for row in self._seen | arrived if row.revision}
-        sized = [row for row in new if row.size or row.key in self._members]
-        self._add_whole([row for row in sized if row.rollout not in revised])
-        unknown = {row.group for row in sized if self._greedy or row.rollout in revised or not self._add(row)}
+        at_once = {} if self._greedy else self._whole_at_once(row for row in new if row.size and row.rollout not in revised)
+        whole.update(at_once)
+        sized = (row for row in new if row.size or row.mode == Mode.GREEDY or row.key in self._members)
+        others = [row for row in sized if row.key not in at_once or row.rollout in revised]
+        unknown = {row.group for row in others if self._greedy or row.rollout in revised or not self._add(row)}
         # An earlier revision may have been in another group, which has lost the rollout.
         for rollouts in batches_of_keys(row.rollout for row in new if row.revision):
             unknown |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
         for ids in batches_of_keys(unknown):
             self._read_members({key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
-        self._count_again(whole, {row.key for row in sized} | {key for key in (*whole, *self._members) if key[1] in unknown})
+        of_unknown = {key for key in (*whole, *self._members) if key[1] in unknown} if unknown else set[Key]()
+        self._count_again(whole, {row.key for row in others} | of_unknown)
+        self._sorted = None if at_once else self._sorted
         self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
         self._reads_until = now
         if sweeps:
             self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
 
-    def _add_whole(self, rows: Sequence[BuiltRow]) -> None:
-        """Add groups that have become whole since the last poll: their members are known without another query."""
-        new: dict[Key, dict[str, BuiltRow]] = {}
-        for row in rows:
-            if row.key not in self._members:
-                new.setdefault(row.key, {})[row.rollout] = row
-        self._members |= {key: new[key] for key in whole_groups(row for members in new.values() for row in members.values())}
+    def _whole_at_once(self, rows: Iterable[BuiltRow]) -> dict[Key, int]:
+        """Return the groups of which enough rollouts have arrived since the last poll, and since when they are whole.
+
+        No further query is needed for that; their members are not known, since others may have arrived long before.
+        """
+        new = {(row.key, row.rollout): row for row in rows if row.key not in self._members}
+        return whole_groups(new.values())
 
     def _add(self, row: BuiltRow) -> bool:
         """Add a rollout to the members of its group, and return whether they are known then."""
@@ -216,10 +221,11 @@ def whole_groups(members: Iterable[BuiltRow], *, greedy: bool = False) -> dict[K
     """
     groups: dict[Key, list[BuiltRow]] = {}
     for row in members:
-        groups.setdefault(row.key, []).append(row)
+        groups.setdefault(row.key, []).extend([row] if row.size else [])
     return {
         key: max(row.dated for row in rows)
         for key, rows in groups.items()
-        if 0 < max(row.size for row in rows) <= sum(row.size > 0 for row in rows)
+        if rows
+        and max(row.size for row in rows) <= len(rows)
         and not (greedy and (key[0] == Mode.GREEDY or (Mode.GREEDY.value, key[1]) not in groups))
     }
