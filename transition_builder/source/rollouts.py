@@ -8,7 +8,7 @@ granules for the few rows that are read.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -110,6 +110,12 @@ class _ReadAhead:
             return rows.filter(pl.col("RolloutKey").is_in(keys.implode()))
         return rows if names == begun[0] else None
 
+    def drop(self) -> None:
+        """Wait for what was begun, and forget it."""
+        if self._begun:
+            wait([self._begun[1]])
+        self._begun = None
+
     def forget(self) -> None:
         """Forget what was begun."""
         self._begun = None
@@ -131,7 +137,11 @@ class RolloutReader:
         return self._reader.now()
 
     def begin(self, rollouts: pl.DataFrame) -> None:
-        """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts."""
+        """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts.
+
+        What was begun before and not taken is dropped: more may have arrived since.
+        """
+        self._spans_ahead.drop()
         if 0 < rollouts.height <= _FEW:
             self._spans_ahead.begin(rollouts["RolloutId"], lambda: self._arrivals(rollouts))
 
