@@ -8,7 +8,7 @@
 #   BENCH        which benchmarks `make bench` runs
 #   ARGS         of the target's command, such as `make test ARGS="-k ledger"`
 #   PART         which of how many parts of the slow tests to run, such as 2/4: files are dealt out in turn
-#   WORKERS      how many processes share the tests: three, since they wait much, but none beside ARGS, where starting them would take longer than the tests
+#   WORKERS      how many processes share the tests: four, since they wait much, but none beside ARGS, where starting them would take longer than the tests
 
 PYTHON ?= python3.11
 TORCH_INDEX ?=
@@ -17,7 +17,7 @@ COLLECTOR ?= embedded
 GATEWAY ?= on
 BENCH ?= ingest lookup gateway span_export build publish dispatch rollouts idle_trainer
 ARGS ?=
-WORKERS ?= $(if $(ARGS),0,3)
+WORKERS ?= $(if $(ARGS),0,4)
 
 export TORCH_INDEX
 # Hundreds of processes of the tests import our modules: they keep the bytecode, even where the environment says otherwise.
