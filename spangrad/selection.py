@@ -65,6 +65,15 @@ def expression(selection: Selection) -> pl.Expr:
     return pl.all_horizontal(always, *(condition.holds for condition in conditions(selection)))
 
 
+def selected_of(policy: str, selection: Selection) -> pl.Expr:
+    """Return the expression that is true for a selected call that a policy answered.
+
+    Raises:
+        SettingsError: a pattern is no regular expression.
+    """
+    return (pl.col("Policy") == policy) & expression(selection)
+
+
 def _matches(name: pl.Expr, pattern: str, what: str) -> pl.Expr:
     whole = f"^(?:{pattern})$"
     if fault := pattern_fault(whole):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from spangrad.selection import expression
+from spangrad.selection import selected_of
 from spangrad.settings import TrainerSettings
 
 OVERLONG = "overlong"
@@ -39,7 +39,7 @@ def with_overlong(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Da
     """
     if not settings.credit.overlong_tokens:
         return transitions
-    length, own = pl.col("ResponseIds").list.len(), (pl.col("Policy") == settings.policy) & expression(settings.selection)
+    length, own = pl.col("ResponseIds").list.len(), selected_of(settings.policy, settings.selection)
     derived = transitions.with_columns(
         _Overlong=pl.when(own).then(punishment(length, settings.credit.overlong_tokens, settings.credit.overlong_buffer)).otherwise(0.0)
     )

@@ -78,7 +78,7 @@ def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dic
         transitions: whole groups, with the rewards that the trainer counts.
         weights: what rewards of a name are multiplied by; 1 for a name that is not here.
     """
-    roles = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
+    roles = _named(transitions)
     if len(roles) < 2:
         return {}
     entries = _entries(transitions, weights)
@@ -100,7 +100,7 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
     """Return a warning where the rewards of several roles cancel in every return (`role_metrics`); empty where they do not."""
     if not role_metrics(transitions, weights).get("roles_cancel"):
         return ""
-    roles = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
+    roles = _named(transitions)
     names = ", ".join(roles)
     return (
         f"the returns of each group are equal, though the roles {names} earned different rewards: their sum is constant, as in a zero-sum "
@@ -111,13 +111,18 @@ def cancelling_roles(transitions: pl.DataFrame, weights: Mapping[str, float]) ->
 
 def missing_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> str:
     """Return a warning where rewards name roles, and none that the trainer counts; empty where that is not so."""
-    known = sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""}) if roles else []
+    known = _named(transitions) if roles else []
     if not known or set(roles) & set(known):
         return ""
     return (
         f"no reward is of the roles in trainer.credit.reward_roles ({', '.join(roles)}): those of the batch are of {', '.join(known)}. "
         "Name the policy's own as the evaluator does."
     )
+
+
+def _named(transitions: pl.DataFrame) -> list[str]:
+    """Return the roles that rewards name, in alphabetical order."""
+    return sorted(set(transitions["Rewards.Role"].explode(empty_as_null=False)) - {""})
 
 
 def _entries(transitions: pl.DataFrame, weights: Mapping[str, float]) -> pl.DataFrame:

@@ -163,7 +163,9 @@ class BuiltGroups:
         now, arrived = self._arrived(self._swept - SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
         new, revised = arrived - self._seen, {row.rollout for row in self._seen | arrived if row.revision}
         at_once = {} if self._greedy else self._whole_at_once(row for row in new if row.size and row.rollout not in revised)
-        whole.update(at_once)
+        if at_once:
+            whole.update(at_once)
+            self._sorted = None
         sized = (row for row in new if row.size or row.mode == Mode.GREEDY or row.key in self._members)
         others = [row for row in sized if row.key not in at_once or row.rollout in revised]
         unknown = {row.group for row in others if self._greedy or row.rollout in revised or not self._add(row)}
@@ -174,7 +176,6 @@ class BuiltGroups:
             self._read_members({key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
         of_unknown = {key for key in (*whole, *self._members) if key[1] in unknown} if unknown else set[Key]()
         self._count_again(whole, {row.key for row in others} | of_unknown)
-        self._sorted = None if at_once else self._sorted
         self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
         self._reads_until = now
         if sweeps:

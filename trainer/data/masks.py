@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from spangrad.selection import expression
+from spangrad.selection import selected_of
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import KEY
 from trainer.data.token_versions import versions_of_calls
@@ -93,7 +93,7 @@ def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Serie
         return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
     cut = is_truncated()
     if settings.sampling.truncated == "reject":
-        cut = (cut & (pl.col("Policy") == settings.policy) & expression(settings.selection)).any().over(*KEY)
+        cut = (cut & selected_of(settings.policy, settings.selection)).any().over(*KEY)
     return transitions.select(Truncated=cut).to_series()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from spangrad.selection import expression
+from spangrad.selection import selected_of
 from spangrad.settings import Selection, Settings
 from spangrad.store.clickhouse import LONG, constant, store_errors
 from spangrad.store.datasets import ROWS_OF, builds_sql, resolve
@@ -147,7 +147,7 @@ class Loaded:
         Raises:
             SettingsError: a pattern of the selection is no regular expression.
         """
-        return self.transitions.select(Own=(pl.col("Policy") == policy) & expression(selection))["Own"]
+        return self.transitions.select(Own=selected_of(policy, selection))["Own"]
 
     def oldest_versions(self, policy: str) -> dict[Group, int]:
         """Return the oldest version of a policy that answered a call of each group; groups without such a call are left out."""
