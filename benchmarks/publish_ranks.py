@@ -9,7 +9,7 @@ Gradients are random: what matters is how AdamW moves words, not where to.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -81,9 +81,9 @@ class TrainerRanks:
         """Step AdamW with random gradients; return the share of the words that changed in bfloat16."""
         return float(np.mean(self.order("step", rate, seed)))
 
-    def gather(self, directory: Path) -> None:
-        """Have the first rank write all parameters, each gathered, to a directory."""
-        self.order("gather", directory)
+    def gather(self, directory: Path, *, moments: bool = False) -> None:
+        """Have the first rank write all parameters, each gathered, to a directory; `moments`: and AdamW's moments, beside them."""
+        self.order("gather", directory, moments)
 
     def memory(self, *, reset: bool = False) -> list[RankMemory]:
         """Return the memory of each rank; `reset`: count the peak anew."""
@@ -138,21 +138,18 @@ class _Rank:
             total += old.numel()
         return changed / max(total, 1)
 
-    def gather(self, directory: Path) -> None:
-        """Write all parameters from the first rank; collective."""
-
-        def whole() -> Iterator[tuple[str, Any]]:
-            tied = getattr(self.module, "all_tied_weights_keys", None) or {}
-            for name, value in self.module.state_dict().items():
-                if name not in tied:
-                    yield name, value.full_tensor().float().numpy()
-
+    def gather(self, directory: Path, moments: bool) -> None:
+        """Collect all parameters, and AdamW's moments where asked, in the first rank, which then writes them; collective."""
+        tied = getattr(self.module, "all_tied_weights_keys", None) or {}
+        held = {name: value for name, value in self.module.state_dict().items() if name not in tied}
+        weights = _whole(held)
+        state = [_whole(each) for each in self.optimizer.state_dict()["state"].values()] if moments else None
         if torch.distributed.get_rank() == 0:
             directory.mkdir(parents=True, exist_ok=True)
-            save_file(dict(whole()), directory / checkpoint.WEIGHTS, metadata={"format": "pt"})
-        else:
-            for _ in whole():
-                pass  # each whole tensor takes all ranks
+            arrays = {name: value.float().numpy() for name, value in weights.items()}
+            save_file(arrays, directory / checkpoint.WEIGHTS, metadata={"format": "pt"})
+            if state is not None:
+                torch.save(state, directory / "moments.pt")
 
     def memory(self, reset: bool) -> RankMemory:
         """Return this process's memory."""
@@ -167,6 +164,13 @@ class _Rank:
         """Yield this rank's parts."""
         for part in own_parts(self.module, TrainerSettings()):
             yield host_part(part.name, part.shape, part.first, part.words, copy=False)
+
+
+def _whole(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return whole tensors in the first rank, and none in the others; collective: each whole tensor takes all ranks."""
+    first = torch.distributed.get_rank() == 0
+    whole = ((name, value.full_tensor() if isinstance(value, DTensor) else value) for name, value in held.items())
+    return {name: value for name, value in whole if first}
 
 
 def _local(value: Any) -> torch.Tensor:

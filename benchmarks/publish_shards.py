@@ -4,8 +4,10 @@ In: numbers of trainer ranks, of the engine's workers and of parameters. Out: a 
 when a check fails. Invariant: trainer ranks (gloo, FSDP2), vLLM and gateway are real, and each a process of its own; both methods step
 the same ranks, and publish through the same gateway into the same engine, with every word compared.
 
-Ours: workers fetch their words from all ranks, first all of them, then what a step changed. The peer is the method of before: the first
-rank gathers all weights and writes one file, which each worker reads. Outside the clock: the step, and the checksum that a ledger has.
+Ours: workers fetch their words from all ranks, first all of them, then what a step changed. The peer is the method that this replaced
+(`trainer/optim/rank.py` before commit 6c325f89): at each step the first rank gathers all weights and moments and writes them, the weights
+into one file, of which the ledger's checksum is taken and which each worker reads. `weights_alone` leaves the moments to another time, as
+durable state is now. Outside the clock: the step, the ledger, and for ours the checksum to compare with. No file is synced to the disk.
 Memory is a rank's resident set, as Linux counts it: the peak while it publishes, less what it had after its steps before.
 """
 
@@ -97,7 +99,8 @@ def measure(directory: Path, ranks: int, workers: int, parameters: int, versions
         for _ in range(versions):
             run.ours("full")
             run.ours("delta")
-            run.peer()
+            run.gathered("peer", moments=True)
+            run.gathered("weights_alone", moments=False)
         sender.close()
         return run.result(sizes, workers)
 
@@ -108,8 +111,8 @@ class _Run:
     def __init__(self, directory: Path, settings: Settings, trainer: Any, publisher: Publisher, rate: float) -> None:
         self._directory, self._settings, self._trainer, self._publisher, self._rate = directory, settings, trainer, publisher, rate
         self._version = 0
-        self.seconds: dict[str, list[float]] = {"full": [], "delta": [], "peer": []}
-        self.stages: dict[str, list[Mapping[str, float]]] = {"full": [], "delta": [], "peer": []}
+        self.seconds: dict[str, list[float]] = {"full": [], "delta": [], "peer": [], "weights_alone": []}
+        self.stages: dict[str, list[Mapping[str, float]]] = {kind: [] for kind in self.seconds}
         self.bytes: dict[str, list[int]] = {"full": [], "delta": []}
         self.changed: list[float] = []
         self.taken: list[list[int]] = []
@@ -140,18 +143,18 @@ class _Run:
         self.checked["whole_model"] += sum(taken >= self.words * WORD_BYTES for taken in self.taken[-1])
         self._check(path)
 
-    def peer(self) -> None:
-        """Step, gather all weights into one file, and publish that."""
+    def gathered(self, kind: str, *, moments: bool) -> None:
+        """Step, gather all weights into one file, take its checksum, and publish that; `moments`: gather and write AdamW's, too."""
         self._step()
         path = self._directory / f"v{self._version}"
         began = time.monotonic()
-        self._trainer.gather(path)
-        gathered = time.monotonic()
+        self._trainer.gather(path, moments=moments)
+        written = time.monotonic()
         checksum = checksum_directory(path)
-        resumed = time.monotonic()
+        summed = time.monotonic()
         self._publisher.publish(PolicyVersion("policy", self._version, self._version - 1, "", checksum, str(path)))
-        self.seconds["peer"].append(time.monotonic() - resumed + gathered - began)
-        self.stages["peer"].append({"gather": gathered - began, **self._publisher.stages})
+        self.seconds[kind].append(time.monotonic() - began)
+        self.stages[kind].append({"gather": written - began, "checksum": summed - written, **self._publisher.stages})
         self._check(path)
 
     def result(self, sizes: Mapping[str, int], workers: int) -> dict[str, Any]:
@@ -171,10 +174,16 @@ class _Run:
                 "memory_of_share": max(max(each) for each in taken),
                 "stages": {kind: self._stages(kind, names[kind]) for kind in ("full", "delta")},
             },
-            "peer": {"seconds": round(middle["peer"], 3), "method": "gather to one file", "stages": self._stages("peer", names["peer"])},
+            "peer": {
+                "seconds": round(middle["peer"], 3),
+                "seconds_weights_alone": round(middle["weights_alone"], 3),
+                "method": "gather to one file",
+                "stages": {kind: self._stages(kind, names[kind]) for kind in ("peer", "weights_alone")},
+            },
             "ratio": {
                 "seconds": round(middle["peer"] / middle["delta"], 2),
                 "seconds_full": round(middle["peer"] / middle["full"], 2),
+                "seconds_weights_alone": round(middle["weights_alone"] / middle["delta"], 2),
                 "bytes": round(sent["full"] / max(1, sent["delta"]), 1),
             },
             "checked": self.checked,

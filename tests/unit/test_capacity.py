@@ -107,6 +107,17 @@ def test_memory_rises_with_each_model_and_copy_that_is_held(model: Architecture,
     assert on_gpu(model, {**plain, "lora__rank": 8}, 4) < on_gpu(model, plain, 4)
 
 
+@given(models, trainers)
+def test_host_of_trainer_process_holds_whole_weights_for_nccl_alone(model: Architecture, changes: dict[str, Any]) -> None:
+    def host(*, first: bool, gathers: bool, method: str = "transfer") -> int:
+        settings = trainer_settings(**changes, weight_sync__method=method)
+        return memory.peak_bytes(memory.trainer_host(model, settings, 16, 8, 1000, first=first, engine_width=2, gathers=gathers))
+
+    assert host(first=True, gathers=True) - host(first=True, gathers=False) == 4 * model.parameters
+    assert host(first=False, gathers=True) == host(first=False, gathers=False)
+    assert host(first=True, gathers=True, method="disk") == host(first=True, gathers=False, method="disk")
+
+
 def kv_values(model: Architecture) -> int:
     """Return the number of values that a KV cache on one GPU holds for each token."""
     return 2 * model.layers * model.kv_width

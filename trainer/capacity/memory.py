@@ -203,7 +203,15 @@ def _update(model: Architecture, settings: TrainerSettings, ranks: int, device: 
 
 
 def trainer_host(
-    model: Architecture, settings: TrainerSettings, ranks: int, host_ranks: int, batch_tokens: int, *, first: bool, engine_width: int
+    model: Architecture,
+    settings: TrainerSettings,
+    ranks: int,
+    host_ranks: int,
+    batch_tokens: int,
+    *,
+    first: bool,
+    engine_width: int,
+    gathers: bool = False,
 ) -> list[MemoryItem]:
     """Return the main memory of a host.
 
@@ -215,13 +223,16 @@ def trainer_host(
         batch_tokens: number of tokens of a step's batch.
         first: True for the host of rank 0 and of the trainer's own process.
         engine_width: bytes of a value in the engines' dtype.
+        gathers: True where engines take whole tensors from the trainer's own process (engine.transfer = nccl).
     """
+    gathered = model.parameters * _FLOAT32 if first and gathers and _transfers(settings) else 0  # `trainer.publish.sender`: `named`
     trained, moved = trained_parameters(model, settings), moved_bytes(model, settings)
     waiting = moved + checkpoint_bytes(model, settings) if moved else 0  # a version is written meanwhile
     return [
         MemoryItem("processes", (host_ranks + first) * RANK_PROCESS + (_RAY if settings.workers.per_node else 0)),
         MemoryItem("batch's rows", batch_tokens * _ROW_BYTES if first else 0),
         MemoryItem("weights that are sent", sent_bytes(model, settings, engine_width) * host_ranks // ranks),
+        MemoryItem("whole weights, gathered to be sent", gathered),
         MemoryItem("earlier versions' weights", held_versions(settings) * trained * _FLOAT32 * host_ranks // ranks),
         MemoryItem("copies at the step's start", _copies(model, settings) * host_ranks // ranks, "step"),
         MemoryItem("version that is written", checkpoint_bytes(model, settings) * host_ranks // ranks, "step"),
@@ -245,11 +256,14 @@ def sent_bytes(model: Architecture, settings: TrainerSettings, engine_width: int
     With trainer.weight_sync.delta also what changed since the version before: an eighth of the words at most, each with its number in two
     bytes. Without it the copies are freed after each publication, which may be beside any phase.
     """
-    sync = settings.weight_sync
-    if not sync.publish or sync.method != "transfer":
+    if not _transfers(settings):
         return 0
-    changes = model.parameters // 8 * (2 + engine_width) if sync.delta else 0
+    changes = model.parameters // 8 * (2 + engine_width) if settings.weight_sync.delta else 0
     return model.parameters * engine_width + changes
+
+
+def _transfers(settings: TrainerSettings) -> bool:
+    return settings.weight_sync.publish and settings.weight_sync.method == "transfer"
 
 
 def held_versions(settings: TrainerSettings) -> int:

@@ -272,11 +272,12 @@ def _value(settings: Any, key: str) -> object:
 def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: _Layout) -> CapacityPlan:
     work = timing.workload(model, settings)
     host_ranks = max(settings.trainer.workers.per_node, 1)
-    ranks, width = host_ranks * layout.hosts, engines.engine_width(settings.engine)
+    ranks = host_ranks * layout.hosts
+    width, gathers = engines.engine_width(settings.engine), settings.engine.transfer == "nccl"
 
     def host(*, first: bool) -> tuple[MemoryItem, ...]:
-        items = memory.trainer_host(model, settings.trainer, ranks, host_ranks, work.all_tokens, first=first, engine_width=width)
-        return tuple(items)
+        own, tokens = settings.trainer, work.all_tokens
+        return tuple(memory.trainer_host(model, own, ranks, host_ranks, tokens, first=first, engine_width=width, gathers=gathers))
 
     return CapacityPlan(
         model=model,
