@@ -190,7 +190,7 @@ def reasons_page() -> Iterator[str]:
     notes = [(f"`{reason}`", skipped[reason.name], skips.REMEDIES.get(reason, "")) for reason in skips.SkipReason]
     yield table(("reason", "the group", "remedy"), notes)
     yield "## Failures of an attempt"
-    yield "The first six are the policy's doing and have a reward; the others are retried: [Runner](../guides/runner.md#failures)."
+    yield "[Runner](../guides/runner.md#failures) says which are the policy's doing, and have a reward, and which are retried."
     yield table(("reason", "the attempt"), [(f"`{reason}`", failures[reason.name]) for reason in AttemptFailure])
     yield "## Modes"
     yield table(("mode", "its rollouts"), [(f"`{mode}`", modes[mode.name]) for mode in Mode])
