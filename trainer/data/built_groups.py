@@ -159,27 +159,36 @@ class BuiltGroups:
         return int(now), {BuiltRow(*row) for row in rows}
 
     def _read_arrived(self, whole: dict[Key, int]) -> None:
+        """Read what has arrived since the last poll, or the last sweep."""
         sweeps = time.monotonic() >= self._next_sweep
         now, arrived = self._arrived(self._swept - SWEEP_OVERLAP if sweeps else self._reads_until - _OVERLAP)
-        new, revised = arrived - self._seen, {row.rollout for row in self._seen | arrived if row.revision}
+        self._update(whole, arrived)
+        self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
+        self._reads_until = now
+        if sweeps:
+            self._swept, self._next_sweep = now, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
+
+    def _update(self, whole: dict[Key, int], arrived: set[BuiltRow]) -> None:
+        """Update groups and members by rows of which some may be new."""
+        new = arrived - self._seen
+        revised = {row.rollout for row in self._seen | arrived if row.revision}
         at_once = {} if self._greedy else self._whole_at_once(row for row in new if row.size and row.rollout not in revised)
         if at_once:
             whole.update(at_once)
             self._sorted = None
-        sized = (row for row in new if row.size or row.mode == Mode.GREEDY or row.key in self._members)
-        others = [row for row in sized if row.key not in at_once or row.rollout in revised]
-        unknown = {row.group for row in others if self._greedy or row.rollout in revised or not self._add(row)}
-        # An earlier revision may have been in another group, which has lost the rollout.
-        for rollouts in batches_of_keys(row.rollout for row in new if row.revision):
-            unknown |= {group for (group,) in self._rows(_GROUPS.format(rollouts=constant(rollouts)))}
-        for ids in batches_of_keys(unknown):
+        counted = (row for row in new if row.size or row.mode == Mode.GREEDY or row.key in self._members)
+        others = [row for row in counted if row.key not in at_once or row.rollout in revised]
+        read = {row.group for row in others if self._greedy or row.rollout in revised or not self._add(row)}
+        read |= self._earlier_groups(row.rollout for row in new if row.revision)
+        for ids in batches_of_keys(read):
             self._read_members({key.decode() for key in ids}, _OF_GROUPS.format(groups=constant(ids)))
-        of_unknown = {key for key in (*whole, *self._members) if key[1] in unknown} if unknown else set[Key]()
-        self._count_again(whole, {row.key for row in others} | of_unknown)
-        self._seen = {row for row in self._seen | arrived if row.dated >= self._reads_until - SWEEP_OVERLAP}
-        self._reads_until = now
-        if sweeps:
-            self._swept, self._next_sweep = self._reads_until, time.monotonic() + _SECONDS_BETWEEN_SWEEPS
+        of_read = {key for key in (*whole, *self._members) if key[1] in read} if read else set[Key]()
+        self._count_again(whole, {row.key for row in others} | of_read)
+
+    def _earlier_groups(self, rollouts: Iterable[str]) -> set[str]:
+        """Return the groups of all revisions of rollouts: one may have been in another group before, which has lost it."""
+        batches = (_GROUPS.format(rollouts=constant(batch)) for batch in batches_of_keys(rollouts))
+        return {group for query in batches for (group,) in self._rows(query)}
 
     def _whole_at_once(self, rows: Iterable[BuiltRow]) -> dict[Key, int]:
         """Return the groups of which enough rollouts have arrived since the last poll, and since when they are whole.
