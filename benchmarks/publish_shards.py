@@ -45,6 +45,8 @@ DTYPE = "bfloat16"
 WORD_BYTES = 2
 MOST_MEMORY = 1.3
 """Memory that a rank may take to publish, in shares of the weights in the engine's dtype."""
+LEAST_RATIO = 4
+"""Times that ours is to be faster than the peer."""
 RATE = 1e-6
 _WAIT_SECONDS = 600
 
@@ -163,6 +165,7 @@ class _Run:
         sent = {name: int(median(samples)) for name, samples in self.bytes.items()}
         names = {kind: list(stages[-1]) for kind, stages in self.stages.items()}
         shares = [memory.share // 4 * WORD_BYTES for memory in self._trainer.memory()]
+        ratio = middle["peer"] / middle["delta"]
         taken = [[round(own / share, 3) for own, share in zip(each, shares, strict=True)] for each in self.taken]
         return {
             "ours": {
@@ -181,12 +184,12 @@ class _Run:
                 "stages": {kind: self._stages(kind, names[kind]) for kind in ("peer", "weights_alone")},
             },
             "ratio": {
-                "seconds": round(middle["peer"] / middle["delta"], 2),
+                "seconds": round(ratio, 2),
                 "seconds_full": round(middle["peer"] / middle["full"], 2),
                 "seconds_weights_alone": round(middle["weights_alone"] / middle["delta"], 2),
                 "bytes": round(sent["full"] / max(1, sent["delta"]), 1),
             },
-            "checked": self.checked,
+            "checked": {**self.checked, "gains_little": int(ratio < LEAST_RATIO)},
             "size": {"ranks": len(shares), "workers": workers, "parameters": self.words, **sizes, "learning_rate": self._rate},
             "each": self.seconds,
         }
