@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import re
 import shlex
 import uuid
 from typing import Any, Self
 
 from runner.sandboxes.remote import RemoteError, RemoteSandbox
-from runner.tools.session import ActionResult, action_bytes
+from runner.tools.session import UNKNOWN_CODE, ActionResult, action_bytes
 from spangrad.errors import SandboxRequestError
 
 _STARTUP_SECONDS = 10.0
 _INTERRUPTED = 130
 """Exit code of a command that was interrupted."""
 _SYNTAX_ERROR = 2
-_PROBES = 3
+_PROBES = 5
 """Commands that may be answered with what earlier ones left, before the shell is started again."""
+_PROMPTS = 3
+"""Prompts that SWE-ReX's own server has the shell write for a command: after it, and after the empty line and the `echo` for its code."""
+_KEEP_CODES = """PROMPT_COMMAND='_spangrad_codes="$? ${_spangrad_codes:0:99}"'"""
+"""Command that keeps the exit codes at the newest prompts, the last one first."""
 
 
 class RemoteShell:
@@ -28,6 +34,8 @@ class RemoteShell:
         self._half = most_bytes // 2
         self._turn = asyncio.Lock()
         self._session = ""
+        self._prompt = ""
+        """Prompt of the shell, which is left in an output whose command's exit code the server lost."""
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -49,10 +57,12 @@ class RemoteShell:
                 ended = await self._asked(action, timeout_seconds)
             except RemoteError as error:
                 return await self._failed(error)
-            code = ended.get("exit_code")
-            if code is None:
-                await self._synchronize()
-        return ActionResult(self._kept(ended.get("output", "")), code, None, False)
+            code, output = ended.get("exit_code"), str(ended.get("output", ""))
+            if code is None and (codes := await self._synchronize()) is not None:
+                # SWE-ReX's own server asks the shell for the code, and loses it where the prompt comes 0.1 s late.
+                code = codes[_PROMPTS - 1] if len(codes) >= _PROMPTS else UNKNOWN_CODE
+                output = output.replace(self._prompt, "") if self._prompt else output
+        return ActionResult(self._kept(output), code, None, False)
 
     async def _asked(self, action: str, timeout_seconds: float | None) -> dict[str, Any]:
         request = {"action_type": "bash", "command": action, "timeout": timeout_seconds, "session": self._session, "check": "silent"}
@@ -69,24 +79,30 @@ class RemoteShell:
             except RemoteError:
                 pass
             else:
-                await self._synchronize()
-                return ActionResult("", _INTERRUPTED, None, True)
+                return ActionResult("", None if await self._synchronize() is None else _INTERRUPTED, None, True)
         await self._restart()
         return ActionResult("" if timed_out else self._kept(str(error)), None, None, timed_out)
 
-    async def _synchronize(self) -> None:
+    async def _synchronize(self) -> list[int] | None:
         """Read what earlier commands left on the terminal, so that the next one's output is its own.
 
         SWE-ReX's own server tells outputs apart by prompts, and leaves some behind when it interrupts twice or meets one late.
+
+        Returns:
+            Exit codes at the newest prompts before this, the last one first; none where the shell is not interactive. None: the shell was
+            started again, here or, as its lost variables say, by the server.
         """
         marker = uuid.uuid4().hex
-        for _ in range(_PROBES):
+        for number in range(_PROBES):
             try:
-                if (await self._asked(f"echo {marker}", _STARTUP_SECONDS)).get("output", "").strip() == marker:
-                    return
+                answer = await self._asked(f"echo {marker} $_spangrad_session $_spangrad_codes", _STARTUP_SECONDS)
             except RemoteError:
                 break
+            words = str(answer.get("output", "")).split()
+            if words[:2] == [marker, self._session] and all(word.isdecimal() for word in words[2:]):
+                return [int(word) for word in words[2:]][_PROMPTS * number :]
         await self._restart()
+        return None
 
     async def _restart(self) -> None:
         await self._end()
@@ -95,7 +111,10 @@ class RemoteShell:
     async def _start(self) -> None:
         self._session = f"spangrad-{uuid.uuid4().hex}"
         await self._sandbox.ask("create_session", {"session": self._session, "session_type": "bash", "startup_timeout": _STARTUP_SECONDS})
-        await self._asked(f"cd {shlex.quote(self._sandbox.directory)}", _STARTUP_SECONDS)
+        await self._asked(f"cd {shlex.quote(self._sandbox.directory)}; _spangrad_session={self._session}; {_KEEP_CODES}", _STARTUP_SECONDS)
+        # As base64: SWE-ReX's own server would take the prompt itself for the end of a command.
+        written = (await self._asked('printf %s "$PS1" | base64', _STARTUP_SECONDS)).get("output", "")
+        self._prompt = base64.b64decode("".join(re.findall(r"[\w+/=]+", written))).decode(errors="replace")
 
     async def _end(self) -> None:
         try:

@@ -45,6 +45,8 @@ _LINE_BYTES = 4095
 _GRACE_SECONDS = 1.0
 """Time that an interrupted action has to end, in seconds; then its program is killed and started again."""
 _CHUNK_BYTES = 2**16
+UNKNOWN_CODE = -1
+"""Exit code of an action in a shell of another server, which lost it."""
 
 
 class ToolFailedError(Exception):
@@ -82,7 +84,7 @@ class ActionResult:
     output: str
     """Text that it printed, both outputs in order; of a long one the beginning and the end."""
     exit_code: int | None
-    """Exit code, or 1 where Python code raised. None: the program ended with the action, and was started again; or the action is open."""
+    """Exit code, `UNKNOWN_CODE`, or 1 where Python code raised. None: the program ended and was started again; or the action is open."""
     directory: str | None
     """Working directory after it; empty: Python code has deleted it. None: as `exit_code`."""
     timed_out: bool

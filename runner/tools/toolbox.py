@@ -24,7 +24,7 @@ from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from runner.swe_rex.remote_shell import RemoteShell
 from runner.tools import interpreter
 from runner.tools.action_spans import ActionSpans
-from runner.tools.session import ActionResult, ToolFailedError, ToolSession, text_bytes
+from runner.tools.session import UNKNOWN_CODE, ActionResult, ToolFailedError, ToolSession, text_bytes
 from spangrad.errors import JSON_ERRORS, SandboxError, SandboxRequestError
 from spangrad.types import SandboxRung
 
@@ -293,6 +293,8 @@ def _shown(program: str, result: ActionResult, timeout_seconds: float) -> str:
     """
     if result.timed_out:
         end = f"interrupted after {timeout_seconds:g} s"
+    elif result.exit_code == UNKNOWN_CODE:
+        end = "exit code unknown"
     elif result.exit_code:
         end = f"exit code {result.exit_code}"
     elif result.exit_code is None:

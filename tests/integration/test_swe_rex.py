@@ -6,7 +6,7 @@ import asyncio
 import json
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,26 @@ async def server_of_ours(policy: SandboxPolicy, key: str) -> AsyncGenerator[str]
         yield url
 
 
+LOSES_CODES = """
+import itertools, runpy, pexpect
+numbers, expect = itertools.count(0), pexpect.spawn.expect
+def expect_or_lose(self, pattern, timeout=-1, **options):
+    if timeout == 0.1 and next(numbers) % 3 == 0:  # the prompt after an exit code
+        raise pexpect.TIMEOUT("the machine is busy")
+    return expect(self, pattern, timeout=timeout, **options)
+pexpect.spawn.expect = expect_or_lose
+runpy.run_module("swerex.server", run_name="__main__", alter_sys=True)
+"""
+"""Program of SWE-ReX's own server whose every third command loses its exit code, as some do on a busy machine."""
+
+
 @asynccontextmanager
-async def server_of_the_package(policy: SandboxPolicy, key: str) -> AsyncGenerator[str]:
+async def server_of_the_package(policy: SandboxPolicy, key: str, *program: str) -> AsyncGenerator[str]:
     del policy
     programs = await asyncio.to_thread(peer_environment, "swe_rex")
     (port,) = free_ports(1)
     process = await asyncio.create_subprocess_exec(
-        programs / "python", "-P", "-m", "swerex.server", "--host", "127.0.0.1", "--port", str(port), "--auth-token", key,
+        programs / "python", "-P", *(program or ("-m", "swerex.server")), "--host", "127.0.0.1", "--port", str(port), "--auth-token", key,
         stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -153,7 +166,11 @@ async def server_of_the_package(policy: SandboxPolicy, key: str) -> AsyncGenerat
         await process.wait()
 
 
-@pytest.mark.parametrize("serve", [server_of_ours, server_of_the_package])
+def busy_server_of_the_package(policy: SandboxPolicy, key: str) -> AbstractAsyncContextManager[str]:
+    return server_of_the_package(policy, key, "-c", LOSES_CODES)
+
+
+@pytest.mark.parametrize("serve", [server_of_ours, server_of_the_package, busy_server_of_the_package])
 async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: SandboxPolicy) -> None:
     try:
         async with serve(policy, "key") as url:
@@ -203,7 +220,7 @@ async def act_everywhere(tools: Toolbox) -> None:
     assert isinstance(sandbox, RemoteSandbox)
     assert (await tools.shell("cat below/file.txt; cd below; X=1")).strip() == "uploaded"
     assert (await tools.shell("echo $X; basename $PWD")).split() == ["1", "below"]
-    with pytest.raises(ToolFailedError, match=r"\[exit code 3\]$"):
+    with pytest.raises(ToolFailedError, match=r"^\[exit code 3\]$"):
         await tools.shell("(exit 3)")
     with pytest.raises(ToolFailedError, match=r"syntax error[\s\S]*\[exit code 2\]$"):
         await tools.shell("if then")
@@ -215,6 +232,9 @@ async def act_everywhere(tools: Toolbox) -> None:
     with pytest.raises(ToolFailedError, match="half of a surrogate pair"):
         await tools.shell("echo \ud83d")
     assert (await tools.shell("echo $X")).strip() == "1"
+    with pytest.raises(ToolFailedError, match=r"\[the shell ended; the shell was started again\]$"):
+        await tools.shell("exit 5")
+    assert (await tools.shell("echo $X; cat below/file.txt")).strip() == "uploaded"
     with pytest.raises(ToolFailedError, match="no interpreter that stays"):
         await tools.python("1")
     content = bytes(range(256)) + b"\r\n"
