@@ -82,7 +82,7 @@ reference: setup-server
 	$(BIN)/python packaging/reference.py
 
 pictures: setup
-	$(BIN)/python -m tests.support.page_pictures
+	$(BIN)/python -m tests.programs.page_pictures
 
 clean:
 	rm -rf .venv .venv-vllm .venv-docs .venv-peers .setup build runs data

@@ -1,6 +1,6 @@
 """Fixtures that several parts' tests share, and how several processes share the tests.
 
-In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts three) whole files, so that what a file's tests share is
+In: what pytest collected. Out: for each worker of pytest-xdist (`make test` starts four) whole files, so that what a file's tests share is
 started once. Invariant: all tests with a real vLLM run in one worker, so that at no time two of them start theirs, and so do all tests
 with the shared optimizers under Ray.
 """

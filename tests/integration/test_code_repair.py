@@ -15,7 +15,7 @@ from examples.code_repair.model import SimulatedRepository
 from examples.code_repair.repository import Repository
 from runner.tools.toolbox import open_toolbox
 from spangrad.errors import SandboxError
-from tests.support.word_policy import WordPolicy
+from tests.support.scripted_servers import WordPolicy
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import expect
 
 from spangrad.processes import Child, answers, free_ports, own_command, require_free_port, wait_until
-from tests.support.browser import Visitor, browsers
+from tests.support.pages import Visitor, browsers
 from tests.support.processes import heed_interrupts
 
 pytestmark = pytest.mark.vllm

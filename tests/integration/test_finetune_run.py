@@ -6,18 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
 
 from commands.training import finetune as finetune_command
 from spangrad.errors import GatewayError, SettingsError, TrainerError
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
-from tests.support.file_optimizers import FakeFileOptimizer, with_fakes
 from tests.support.policies import trainer_settings
 from tests.support.processes import left_by_crashes, survives
 from tests.support.trainers import TRANSACTION, finetuned, meta, tokens, write_policy, write_rows
@@ -28,10 +32,65 @@ from trainer.ledger.demand import Consumption
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import newest_version
-from trainer.publish.checkpoint import STATE
+from trainer.publish.checkpoint import STATE, WEIGHTS
 from trainer.sft import training
+from trainer.sft.examples import Example
 from trainer.sft.files import find_sources
-from trainer.sft.training import finetune, run_name
+from trainer.sft.training import FileTrainPlan, finetune, run_name
+
+
+@dataclass
+class FakeFileOptimizer:
+    """Adds the first id of each trained row to its only weight: what was trained twice, or not at all, shows."""
+
+    weight: float = 0.0
+    device: str = "cpu"
+    reference: NDArray[np.float32] | None = None
+    steps: list[list[int]] = field(default_factory=list)
+    fails_at: int | None = None
+
+    def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
+        self.steps.append([example.sequences[0].ids[0] for example in examples])
+        if self.fails_at == len(self.steps):
+            raise RuntimeError("the machine caught fire")
+        self.weight += sum(self.steps[-1])
+        return {"loss": 0.5, "grad_norm": 1.0, "tokens": float(len(examples))}
+
+    def logprobs(self, examples: Sequence[Example]) -> NDArray[np.float32]:
+        return np.zeros(sum(len(example.sequences) for example in examples), np.float32)
+
+    def measure(self, examples: Sequence[Example], reference: NDArray[np.float32] | None) -> dict[str, float]:
+        return {"loss": 1.0 / (1.0 + self.weight)} if examples else {}
+
+    def collect(self, *, state: bool = True) -> None:
+        self.collected = self.weight, state
+
+    def write(self, directory: Path) -> None:
+        weight, state = self.collected
+        save_file({"weight": np.array([weight], np.float32)}, directory / WEIGHTS)
+        if state:
+            (directory / STATE).mkdir()
+            (directory / STATE / "weight").write_text(str(weight))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
+    """Have runs make fakes from here on, each with its base's weight; the list of those that were made."""
+    optimizers: list[FakeFileOptimizer] = []
+
+    def fake(_: Any, plan: FileTrainPlan) -> FakeFileOptimizer:
+        directory = Path(plan.base.policy_version.path)
+        weight = float(load_file(directory / "model.safetensors")["weight"][0])
+        assert not plan.at or float((directory / STATE / "weight").read_text()) == weight, "a run goes on from its own state"
+        optimizers.append(FakeFileOptimizer(weight, fails_at=fails_at))
+        return optimizers[-1]
+
+    training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
+    training._store = lambda _: None  # a store that is away, without asking
+    return optimizers
+
 
 ROWS = [tokens(number, 2, **meta(f"r{number}", f"g{number}")) for number in (3, 5, 7, 9)]
 WHOLE = 3 * (3 + 5 + 7 + 9)

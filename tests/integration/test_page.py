@@ -31,8 +31,7 @@ from spangrad.settings import (
 )
 from spangrad.store.clickhouse import connect
 from spangrad.supervisor.run_directory import RunDirectory
-from tests.support.browser import Visitor, browsers, queue_beside, running_page, violations
-from tests.support.page_rollouts import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts
+from tests.support.pages import BIDI, LONG, MANY, MARKUP, TEXTS, PageRollouts, Visitor, browsers, queue_beside, running_page, violations
 from trainer.data.source import Group
 from trainer.ledger.recovery import open_ledger
 from trainer.ledger.skips import Skip, SkipReason

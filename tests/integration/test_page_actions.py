@@ -15,9 +15,9 @@ import pytest
 
 from spangrad.client.queue_http import QueueHttp
 from spangrad.settings import GatewaySettings, PageSettings, Settings, StoreSettings
-from tests.support.admin_gateway import AdminGateway
-from tests.support.browser import queue_beside, running_page
 from tests.support.built_rollouts import post, rows, settings_of
+from tests.support.pages import queue_beside, running_page
+from tests.support.scripted_servers import AdminGateway
 from tests.support.spans import SpanFactory
 from tests.support.trainers import FakeSource, group, settings, wired, write_base
 from trainer.ledger.skips import Skip, SkipReason

@@ -19,7 +19,7 @@ from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import page_of
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.browser import running_page
+from tests.support.pages import running_page
 
 ROLLOUTS = 20_000
 GRANULE = 1024

@@ -10,8 +10,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from spangrad.settings import StoreSettings
-from tests.support.browser import Visitor, browsers
-from tests.support.page_pictures import (
+from tests.programs.page_pictures import (
     FAILED,
     GOLDEN,
     GOLDEN_VIEWS,
@@ -24,6 +23,7 @@ from tests.support.page_pictures import (
     difference,
     shoot,
 )
+from tests.support.pages import Visitor, browsers
 
 DIFFERENCE_MOST = 0.017
 """Bound of `difference` between two pictures of one view. Measured: 0.000 on one machine, 0.009 to 0.013 with serifs in place of DejaVu,

@@ -14,10 +14,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from spangrad.settings import PageSettings, Settings, StoreSettings
 from spangrad.types import canary_bucket
-from tests.support.browser import Visitor, browsers, running_page, violations
 from tests.support.built_rollouts import rows
-from tests.support.page_rollouts import MARKUP
-from tests.support.word_policy import WordPolicy
+from tests.support.pages import MARKUP, Visitor, browsers, running_page, violations
+from tests.support.scripted_servers import WordPolicy
 
 CANARY = {"backend": "b", "version": 13, "share": 0.1}
 POLICIES = {"policies": [{"policy": "policy", "version": 12, "canary": CANARY}, {"policy": "past", "version": 3}]}

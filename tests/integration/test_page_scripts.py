@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.browser import Visitor, browsers, running_page
+from tests.support.pages import Visitor, browsers, running_page
 
 POLICY = "scripts"
 PLOTS = "async () => (await import('/static/vendor/uPlot-1.6.32.esm.js')).default.sync('steps').plots.length"

@@ -17,7 +17,7 @@ from recipes.swe.data import RECIPE, evaluate, names
 from recipes.swe.workspace import policy_of
 from runner.sandboxes.engines import prepare
 from spangrad.errors import AgentError, SandboxError
-from tests.support.word_policy import WordPolicy
+from tests.support.scripted_servers import WordPolicy
 
 
 @pytest.fixture(scope="module")

@@ -26,9 +26,8 @@ from spangrad.settings import EngineSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import call_id
 from spangrad.weights.checksums import tokenizer_hash
-from tests.support.browser import Visitor, browsers, queue_beside, running_page
 from tests.support.built_rollouts import post, settings_of
-from tests.support.page_rollouts import write_tokenizer
+from tests.support.pages import Visitor, browsers, queue_beside, running_page, write_tokenizer
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder.loop import build_once

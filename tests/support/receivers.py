@@ -1,4 +1,4 @@
-"""Receivers of weights: what a worker does with a trainer's plan, without vLLM; and senders of wrong words."""
+"""Receivers of weights: what a worker does with a trainer's plan, without vLLM, and what it holds then; and senders of wrong words."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from numpy.typing import NDArray
 
 from gateway.vllm_plugin.fetching import RankParts, buckets_of, fetch
 from spangrad.weights.placements import Dimension, Placement
-from spangrad.weights.shards import TensorSums
-from spangrad.weights.sums import WORD_BYTES, tensor_sums
+from spangrad.weights.shards import ChecksumScope, TensorSums
+from spangrad.weights.sums import WORD_BYTES, cast_words, tensor_sums
 from trainer.publish.offers import WeightSource, whole_parts
 from trainer.publish.parts import Parts
 from trainer.publish.rank_sender import PartsService
 from trainer.publish.token_server import Binary
+
+
+def sums_of_arrays(arrays: Mapping[str, NDArray[np.float32]], dtype: str, others: Mapping[str, str] | None = None) -> dict[str, TensorSums]:
+    """Return the sums of weights in an engine that is sent `dtype`, and holds some as one of `others`."""
+    held = {name: (others or {}).get(name, dtype) for name in arrays}
+    sent = {name: dtype if name in (others or {}) else "float32" for name in arrays}
+    words = {name: np.ascontiguousarray(array).reshape(-1).view(np.uint32) for name, array in arrays.items()}
+    return {
+        name: tensor_sums(cast_words(words[name], "float32", sent[name]), sent[name], held[name], ChecksumScope.FULL) for name in arrays
+    }
 
 
 def ranks_of(plan: Mapping[str, Any]) -> list[RankParts]:

@@ -1,4 +1,4 @@
-"""A scripted policy behind OpenAI's chat interface, which says words and whose words are read as calls of the request's tools."""
+"""Servers that answer by a script: the gateway's administration, and a policy whose words are read as calls of the request's tools."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import importlib.util
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -87,3 +90,35 @@ class WordPolicy(HttpServer):
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         whole = {"id": "c", "object": "chat.completion", "created": 0, "model": chat["model"], "choices": [choice], "usage": usage}
         return 200, {"content-type": "application/json"}, json.dumps(whole).encode()
+
+
+class AdminGateway:
+    """Publications that were asked for (`tests/unit/test_gateway_admin_api.py` has the real server)."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, object]]] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b'{"seconds": 0.25}')
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Generator[AdminGateway]:
+        """Serve for as long as the block."""
+        gateway = cls()
+        Thread(target=gateway.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        try:
+            yield gateway
+        finally:
+            gateway.server.shutdown()

@@ -23,7 +23,7 @@ from spangrad.settings import BuilderSettings, FinetuneSettings, Settings, Store
 from spangrad.types import PolicyVersion, VersionStatus
 from spangrad.weights.shards import TensorSums
 from tests.support.policies import trainer_settings, transition_row
-from tests.support.weight_sums import sums_of_arrays
+from tests.support.receivers import sums_of_arrays
 from trainer.credit.assignment import Units
 from trainer.data.batch import Batch, TokenValues
 from trainer.data.source import BatchRollout, Group, Loaded

@@ -15,7 +15,7 @@ from commands.changes import versions
 from commands.training.policy import policy as command
 from spangrad.errors import CheckpointError, GatewayError, LedgerError
 from spangrad.types import VersionStatus
-from tests.support.admin_gateway import AdminGateway
+from tests.support.scripted_servers import AdminGateway
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.recovery import prune
 from trainer.loop import Trainer, newest_version

@@ -19,7 +19,7 @@ from recipes.musique import agent as musique
 from recipes.spider import agent as spider
 from recipes.spider.data import RECIPE as SPIDER
 from tests.support.otlp import HttpServer
-from tests.support.word_policy import WordPolicy, word_calls
+from tests.support.scripted_servers import WordPolicy, word_calls
 
 Messages = list[tuple[str, str]]
 

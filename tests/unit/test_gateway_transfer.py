@@ -15,7 +15,7 @@ from spangrad.weights.checksums import checksum_directory
 from spangrad.weights.shards import checksum_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
-from tests.support.weight_sums import sums_of_arrays
+from tests.support.receivers import sums_of_arrays
 from trainer.publish.offers import WeightSource
 from trainer.publish.sender import WeightsSender
 

@@ -19,8 +19,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import checksum_of
 from spangrad.weights.sums import cast_words, tensor_sums
 from tests.support.policies import trainer_settings
-from tests.support.receivers import words_sent
-from tests.support.weight_sums import sums_of_arrays
+from tests.support.receivers import sums_of_arrays, words_sent
 from trainer.publish.offers import WeightSource
 from trainer.publish.sender import WeightsSender
 

@@ -18,8 +18,7 @@ from gateway.vllm_plugin.fetching import buckets_of, fetch
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import checksum_of
 from tests.support.policies import trainer_settings
-from tests.support.receivers import ranks_of
-from tests.support.weight_sums import sums_of_arrays
+from tests.support.receivers import ranks_of, sums_of_arrays
 from trainer.publish.offers import WeightSource
 from trainer.publish.rank_sender import RankSender
 from trainer.publish.sender import WeightsSender

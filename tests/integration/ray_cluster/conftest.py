@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ray_optimizers import RayOptimizers
+from tests.integration.ray_cluster.optimizers import RayOptimizers
 
 
 @pytest.fixture(scope="package")

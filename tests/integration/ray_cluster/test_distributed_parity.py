@@ -14,8 +14,8 @@ import polars as pl
 import pytest
 
 from spangrad.settings import TrainerSettings
+from tests.integration.ray_cluster.optimizers import RayOptimizers, settings, use
 from tests.support.policies import NO_ALARM, chained, sampled_rows, transition_row
-from tests.support.ray_optimizers import RayOptimizers, settings, use
 from tests.support.trainers import LOSS_OPTIONS, mostly_slow
 from trainer.credit import assignment, learning
 from trainer.credit.assignment import CreditRule

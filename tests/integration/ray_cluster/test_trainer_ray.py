@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 from spangrad.errors import BadRowsError, CheckpointError, SettingsError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
+from tests.integration.ray_cluster.optimizers import CPUS, RATE, RayOptimizers, group, settings
 from tests.support.policies import sampled_rows, state_facts, state_of, trainer_settings
-from tests.support.ray_optimizers import CPUS, RATE, RayOptimizers, group, settings
 from tests.support.trainers import save, written
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
