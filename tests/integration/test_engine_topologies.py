@@ -25,7 +25,7 @@ from spangrad.types import PolicyVersion
 from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of, perturbed, random_adapter
-from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_gateway, start
+from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, processes_of, running_gateway, start
 from tests.support.receivers import Named, OtherWords, source_of
 from trainer.publish.offers import WeightSource
 from trainer.publish.parts import Parts
@@ -391,28 +391,6 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
     sender.close()
     assert len(answers) > 20
     assert mislabelled(answers, numbered) == []
-
-
-def processes_of(settings: Settings) -> list[int]:
-    """Processes of a vLLM: API servers, engine cores, workers; it begins a session."""
-    session = os.getsid(fetch(f"{settings.gateway.engine_url}/spangrad/info")["pid"])
-    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    # Python's resource tracker is not missed: it removes what others left behind.
-    return [pid for pid in processes if _session_of(pid) == session and b"resource_tracker" not in _command_of(pid)]
-
-
-def _command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
 
 
 def _published(publisher: Publisher, version: PolicyVersion, weights: WeightSource | None) -> None:

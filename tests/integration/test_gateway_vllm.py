@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from clickhouse_connect.driver.client import Client
 
@@ -27,7 +29,7 @@ from spangrad.weights.checksums import checksum_directory, sums_of_directory, to
 from spangrad.weights.shards import ChecksumScope, EngineReports, combine
 from tests.support.fake_engine import SAMPLING
 from tests.support.gateways import held_checksum
-from tests.support.processes import ROOT, VLLM_PYTHON, fetch
+from tests.support.processes import ROOT, VLLM_PYTHON, fetch, processes_of
 
 pytestmark = pytest.mark.vllm
 
@@ -313,6 +315,18 @@ def test_closed_attempts_leave_no_sequence_in_engine(gateway: Settings, engine: 
     assert refused == ["attempt_closed"] * len(callers)
     wait_until(lambda: counted("num_requests_running") + counted("num_requests_waiting") == 0, 60, "an engine without sequences")
     assert counted("request_success_total") - before < len(answers), "every call went on to its end"
+
+
+def test_engine_after_a_call_leaves_its_cores_to_others(engine: Settings) -> None:
+    post(engine.gateway.engine_url + CHAT, GREEDY)
+    processes = [psutil.Process(pid) for pid in processes_of(engine)]
+
+    def cpu_seconds() -> float:
+        return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+    before = cpu_seconds()
+    time.sleep(0.8)  # vLLM spins for a second after each message
+    assert cpu_seconds() - before < 0.4
 
 
 def test_publication_of_incomplete_weights_takes_engine_out_until_next(

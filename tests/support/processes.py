@@ -359,6 +359,28 @@ def running_engine(settings: Settings, log: Path) -> Generator[Child]:
         child.stop()
 
 
+def processes_of(settings: Settings) -> list[int]:
+    """Return the processes of a vLLM: API servers, engine cores, workers; it begins a session."""
+    session = os.getsid(fetch(f"{settings.gateway.engine_url}/spangrad/info")["pid"])
+    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    # Python's resource tracker is not missed: it removes what others left behind.
+    return [pid for pid in processes if _session_of(pid) == session and b"resource_tracker" not in _command_of(pid)]
+
+
+def _command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
 @contextmanager
 def running_bare_vllm(settings: Settings, log: Path) -> Generator[Child]:
     """A vLLM as `running_engine` starts it, but without our plugin: what it answers is what agents shall get."""
