@@ -49,10 +49,11 @@ CHECKSUM_METHOD = "spangrad_checksum"
 POLL_SECONDS = 0.002
 """Time between two looks at a gate that another API server opens."""
 DEATH_SECONDS = 0.5
-"""Time between two looks at whether the engine lives, while an order waits for it."""
+"""Time between two looks at whether the engine lives, and that requests have to end by themselves once it has died."""
 _ANSWERED = TAPPED_PATHS | {CHAT_PATH, COMPLETIONS_PATH}
 """Paths of the routes that have the policy generate."""
 
+_CONTROLS = {"/pause", "/resume", "/update_weight_version", "/sleep", "/wake_up"}
 _WAITING = {Gate.WAIT, Gate.ASLEEP}
 PAUSED_TYPE = "engine_paused"
 PAUSED = {
@@ -92,6 +93,8 @@ class SpangradMiddleware:
         """Token that requests must carry. Empty: none is required."""
         self._opening: asyncio.Task[None] | None = None
         """Waits for the end of a pause, for all calls that have arrived in it."""
+        self._death: asyncio.Task[None] | None = None
+        """Waits for the engine's death, for all requests; begins with the first."""
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -110,18 +113,47 @@ class SpangradMiddleware:
             case "POST", "/spangrad/warm":
                 self.state.warm = True
                 await _respond(send, 200, self.info(scope))
-            case "POST", path if path == CHECKSUM_PATH:
-                await self._report(scope, receive, send)
-            case "POST", "/pause" | "/resume" | "/update_weight_version" | "/sleep" | "/wake_up":
-                await self._control(scope, receive, send)
-            case "POST", path if path == ADAPTER_PATH and self.lora_rank:
-                await self._load_adapter(scope, receive, send)
-            case "POST", path if path in _ANSWERED:
-                await self._answer(scope, receive, send)
-            case "POST", _:
-                await self._order(scope, receive, send)
+            case "POST", path:
+                await self._while_alive(self._handler(path), scope, receive, send)
             case _:
                 await self.app(scope, receive, send)
+
+    def _handler(self, path: str) -> App:
+        """Return what answers a request that vLLM's engine has a part in."""
+        if path == CHECKSUM_PATH:
+            return self._report
+        if path in _CONTROLS:
+            return self._control
+        if path == ADAPTER_PATH and self.lora_rank:
+            return self._load_adapter
+        return self._answer if path in _ANSWERED else self.app
+
+    async def _while_alive(self, handler: App, scope: Message, receive: Receive, send: Send) -> None:
+        """Handle a request, and give it up once the engine has died.
+
+        vLLM's client would wait for the dead engine's answer for ever, and its server, which ends then, for the client.
+        """
+        begun = False
+
+        async def watch(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        if self._death is None:
+            self._death = asyncio.create_task(_until_dead(scope["app"].state.engine_client))
+        handled = asyncio.ensure_future(handler(scope, receive, watch))
+        try:
+            await asyncio.wait({handled, self._death}, return_when=asyncio.FIRST_COMPLETED)
+            if not handled.done():
+                self.state.gate = Gate.REFUSE
+                await asyncio.wait({handled}, timeout=DEATH_SECONDS)
+            if handled.done():
+                await handled
+            elif not begun:
+                await _respond(send, 500, {"error": "the engine has died"})
+        finally:
+            handled.cancel()
 
     def _may_pass(self, scope: Message) -> bool:
         """Return whether a request carries the token, or needs none: anyone may ask whether the engine lives."""
@@ -217,31 +249,7 @@ class SpangradMiddleware:
                     self.state.gate = Gate.REFUSE if aborts and succeeded else Gate.OPEN
             await send(message)
 
-        await self._order(scope, _replay(body, receive), watch)
-
-    async def _order(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass on an order to vLLM, and give it up once the engine has died.
-
-        vLLM's client would wait for the dead engine's answer for ever, and its server, which ends then, for the client.
-        """
-        begun = False
-
-        async def watch(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        order = asyncio.ensure_future(self.app(scope, receive, watch))
-        try:
-            while not (await asyncio.wait({order}, timeout=DEATH_SECONDS))[0]:
-                if scope["app"].state.engine_client.errored:
-                    self.state.gate = Gate.REFUSE
-                    if not begun:
-                        await _respond(send, 500, {"error": "the engine has died"})
-                    return
-            await order
-        finally:
-            order.cancel()
+        await self.app(scope, _replay(body, receive), watch)
 
     async def _report(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer with the reports of the workers of every data-parallel replica; vLLM's own route gives those of the first alone."""
@@ -324,6 +332,14 @@ class SpangradMiddleware:
 def base_name(policy: str) -> str:
     """Return vLLM's name of the base model in an engine that takes adapters, where the policy's name is the adapter's."""
     return f"{policy}-base"
+
+
+async def _until_dead(engine_client: Any) -> None:
+    """Return once the engine has died, which vLLM's client tells to who asks it."""
+    while True:
+        if engine_client.errored:
+            return
+        await asyncio.sleep(DEATH_SECONDS)
 
 
 async def _refuse(scope: Message, send: Send) -> None:

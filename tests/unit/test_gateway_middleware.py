@@ -316,22 +316,28 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
     assert (await asyncio.wait_for(arriving, 5))[0] == 200
 
 
-async def test_middleware_order_and_waiting_calls_end_with_a_dead_engine(
+async def test_middleware_orders_and_calls_end_with_a_dead_engine(
     middleware: SpangradMiddleware, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests end with a dead engine; else vLLM's server, which waits for its connections, would never end and be restarted."""
     monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.01)
     vllm.before_last.clear()
+    running = [asyncio.create_task(call(middleware, CHAT_PATH, asked)) for asked in (ASKED, ASKED | {"stream": True})]
+    await asyncio.wait(running, timeout=0.05)
     pause = asyncio.create_task(call(middleware, "/pause?mode=keep"))
     order = asyncio.create_task(call(middleware, "/sleep?level=1"))
     await asyncio.wait({pause, order}, timeout=0.05)
     waiting = asyncio.create_task(call(middleware, CHAT_PATH, ASKED))
     await asyncio.wait({waiting}, timeout=0.05)
-    assert not any(task.done() for task in (pause, order, waiting))
+    assert not any(task.done() for task in (*running, pause, order, waiting))
     vllm.state.engine_client.errored = True
     status, _, (body,) = await asyncio.wait_for(waiting, 5)
     assert (status, json.loads(body)) == (503, PAUSED)
     await asyncio.wait_for(asyncio.gather(pause, order), 5)
+    whole, stream = await asyncio.wait_for(asyncio.gather(*running), 5)
+    assert (whole[0], json.loads(whole[2][0])) == (500, {"error": "the engine has died"})
+    assert stream[0] == 200
+    assert b"[DONE]" not in b"".join(stream[2]), "a stream that has begun is cut short, as the client sees by its end"
 
 
 async def test_middleware_state_of_an_engine_that_starts_again_is_new(servers: list[SpangradMiddleware], tmp_path: Path) -> None:
