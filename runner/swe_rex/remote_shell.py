@@ -113,8 +113,9 @@ class RemoteShell:
         await self._sandbox.ask("create_session", {"session": self._session, "session_type": "bash", "startup_timeout": _STARTUP_SECONDS})
         await self._asked(f"cd {shlex.quote(self._sandbox.directory)}; _spangrad_session={self._session}; {_KEEP_CODES}", _STARTUP_SECONDS)
         # As base64: SWE-ReX's own server would take the prompt itself for the end of a command.
-        written = (await self._asked('printf %s "$PS1" | base64', _STARTUP_SECONDS)).get("output", "")
-        self._prompt = base64.b64decode("".join(re.findall(r"[\w+/=]+", written))).decode(errors="replace")
+        answer = await self._asked('echo "<$(printf %s "$PS1" | base64 | tr -d \'\\n\')>"', _STARTUP_SECONDS)
+        written = re.search(r"<([\w+/=]*)>", str(answer.get("output", "")))
+        self._prompt = base64.b64decode(written[1]).decode(errors="replace") if written else ""
 
     async def _end(self) -> None:
         try:
