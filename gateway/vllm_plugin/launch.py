@@ -41,7 +41,7 @@ def sleep_between_looks_on_cpu() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # A reader that waits to be woken at once would do without looks, but not all of vLLM's wake-ups arrive.
+        # Readers that wait to be woken, without looks, were slower (docs/decisions/0002).
         shm_broadcast.sched_yield = lambda: time.sleep(LOOK_SECONDS)
 
 

@@ -262,18 +262,18 @@ class SpangradMiddleware:
             return
         await _respond(send, 200, {"replicas": [[json.loads(worker) for worker in workers] for workers in replicas]})
 
-    async def _until_open(self, engine_client: Any) -> None:
+    async def _until_open(self) -> None:
         """Wait for the end of a pause, whichever API server was told of it, or for the engine's."""
         if self.state.gate not in _WAITING:
             return
         if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._poll_gate(engine_client))
+            self._opening = asyncio.create_task(self._poll_gate())
         await asyncio.shield(self._opening)
 
-    async def _poll_gate(self, engine_client: Any) -> None:
-        while self.state.gate in _WAITING:
-            if engine_client.errored:
-                self.state.gate = Gate.REFUSE
+    async def _poll_gate(self) -> None:
+        while True:
+            if self.state.gate not in _WAITING:
+                return
             await asyncio.sleep(POLL_SECONDS)
 
     async def _load_adapter(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -293,7 +293,7 @@ class SpangradMiddleware:
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
-        await self._until_open(scope["app"].state.engine_client)
+        await self._until_open()
         if self.state.gate is Gate.REFUSE:
             await _respond(send, 503, PAUSED)
             return

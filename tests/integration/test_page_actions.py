@@ -94,7 +94,7 @@ def page(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iter
     post(store, spans.otlp())
     builder = settings_of(store, RUN)
     build_once(builder)
-    with AdminGateway.running() as gateway, queue_beside(directory) as queue:
+    with AdminGateway() as gateway, queue_beside(directory) as queue:
         chosen = builder.model_copy(
             update={
                 "trainer": trainer.settings.trainer,
@@ -149,7 +149,7 @@ def test_action_of_other_form_is_refused(page: ActingPage, action: dict[str, obj
 
 def test_version_actions_change_ledger_and_gateway_and_are_written_down(page: ActingPage) -> None:
     assert page.act({**OF_VERSION, "action": "publish", "version": 1}) == (200, "version 1 of policy is served (0.25 s).")
-    assert [body["version"] for _, body in page.gateway.asked] == [1]
+    assert [body["version"] for _, body in page.gateway.publications] == [1]
     status, sentence = page.act({**OF_VERSION, "action": "pin", "version": 1})
     assert (status, page.trainer.ledger.pinned()) == (200, {1}), sentence
     assert page.act({**OF_VERSION, "action": "unpin", "version": 1})[0] == 200
@@ -242,12 +242,12 @@ def test_collect_action_adds_conversations_of_a_rollout_once(page: ActingPage) -
 def test_action_that_cannot_be_written_down_is_not_begun(page: ActingPage, store: StoreSettings) -> None:
     silent = store.model_copy(update={"otlp_endpoint": "http://127.0.0.1:9"})
     chosen = Settings(store=silent, trainer=page.trainer.settings.trainer, gateway=GatewaySettings(url=page.gateway.url))
-    asked = len(page.gateway.asked)
+    asked = len(page.gateway.publications)
     with running_page(chosen) as url:
         acting = ActingPage(url, silent, page.trainer, page.gateway, page.queue, page.builder, page.rollout, page.examples)
         status, sentence = acting.act({**OF_VERSION, "action": "publish", "version": 1})
     assert (status, "the span store's receiver at http://127.0.0.1:9 does not answer" in sentence) == (503, True)
-    assert len(page.gateway.asked) == asked
+    assert len(page.gateway.publications) == asked
 
 
 def test_page_without_actions_offers_none(page: ActingPage, store: StoreSettings) -> None:

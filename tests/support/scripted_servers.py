@@ -6,12 +6,9 @@ import importlib.util
 import json
 import sys
 import types
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -92,33 +89,14 @@ class WordPolicy(HttpServer):
         return 200, {"content-type": "application/json"}, json.dumps(whole).encode()
 
 
-class AdminGateway:
-    """Publications that were asked for (`tests/unit/test_gateway_admin_api.py` has the real server)."""
+class AdminGateway(HttpServer):
+    """Publications that it was sent, by path and body (`tests/unit/test_gateway_admin_api.py` has the real server)."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, object]]] = []
-        asked = self.asked
+        super().__init__()
+        self.publications: list[tuple[str, dict[str, object]]] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(b'{"seconds": 0.25}')
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    @classmethod
-    @contextmanager
-    def running(cls) -> Generator[AdminGateway]:
-        """Serve for as long as the block."""
-        gateway = cls()
-        Thread(target=gateway.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        try:
-            yield gateway
-        finally:
-            gateway.server.shutdown()
+    def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        del method, headers
+        self.publications.append((path, json.loads(body)))
+        return 200, {}, b'{"seconds": 0.25}'

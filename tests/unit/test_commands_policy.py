@@ -24,7 +24,7 @@ from trainer.publish import checkpoint
 
 @pytest.fixture
 def gateway() -> Iterator[AdminGateway]:
-    with AdminGateway.running() as gateway:
+    with AdminGateway() as gateway:
         yield gateway
 
 
@@ -101,7 +101,7 @@ def test_policy_publish_serves_version_and_keeps_head(ask, trainer: Trainer, gat
     assert ask("publish", "policy@1") == ["version 1 of policy is served (0.25 s)"]
     facts = trainer.ledger.version(1).policy_version
     body = {"version": 1, "path": facts.path, "checksum": facts.checksum}
-    assert gateway.asked == [("/admin/policies/policy/versions", {**body, "again": True})]
+    assert gateway.publications == [("/admin/policies/policy/versions", {**body, "again": True})]
     assert newest_version(trainer.ledger).version == 2
 
 
@@ -115,7 +115,7 @@ def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
         "branch main of policy is at version 1: the next step trains it",
         "version 1 of policy is served (0.25 s)",
     ]
-    assert [body["version"] for _, body in gateway.asked] == [1]
+    assert [body["version"] for _, body in gateway.publications] == [1]
     caplog.set_level("INFO")
     trainer.run(follow=False)
     assert "version 1 is loaded: branch main was moved there by another process" in caplog.text
@@ -124,7 +124,7 @@ def test_policy_rollback_serves_version_and_moves_head_of_running_trainer(
     assert (path(trainer, 3) / "optimizer/weight").read_text() == "2.0", "one step from version 1, whose weight is 1"
     assert ask("show", "policy@1")[3] == "next 2, 3"
     assert ask("rollback", "policy@2", "--no-publish") == ["branch main of policy is at version 2: the next step trains it"]
-    assert len(gateway.asked) == 1
+    assert len(gateway.publications) == 1
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -222,8 +222,7 @@ def test_prune_chooses_and_renames_versions_in_one_transaction(trainer: Trainer,
 
 
 def test_policy_rollback_with_absent_gateway_moves_head_and_raises(ask, trainer: Trainer, gateway: AdminGateway) -> None:
-    gateway.server.shutdown()
-    gateway.server.server_close()
+    gateway.close()
     with pytest.raises(GatewayError, match=r"does not answer.*Once it runs, `spangrad policy publish` hands the version to it\."):
         ask("rollback", "policy@1")
     assert newest_version(trainer.ledger).version == 1

@@ -320,7 +320,7 @@ async def test_middleware_orders_and_calls_end_with_a_dead_engine(
     middleware: SpangradMiddleware, vllm: Vllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests end with a dead engine; else vLLM's server, which waits for its connections, would never end and be restarted."""
-    monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.01)
+    monkeypatch.setattr(middleware_module, "DEATH_SECONDS", 0.1)
     vllm.before_last.clear()
     running = [asyncio.create_task(call(middleware, CHAT_PATH, asked)) for asked in (ASKED, ASKED | {"stream": True})]
     await asyncio.wait(running, timeout=0.05)
