@@ -23,6 +23,8 @@ _PROMPTS = 3
 """Prompts that SWE-ReX's own server has the shell write for a command: after it, and after the empty line and the `echo` for its code."""
 _KEEP_CODES = """PROMPT_COMMAND='_spangrad_codes="$? ${_spangrad_codes:0:99}"'"""
 """Command that keeps the exit codes at the newest prompts, the last one first."""
+_SHOW_PROMPT = 'echo "<$(printf %s "$PS1" | base64 | tr -d \'\\n\')>"'
+"""Command that prints the prompt as base64: SWE-ReX's own server would take the prompt itself for the end of a command."""
 
 
 class RemoteShell:
@@ -111,9 +113,8 @@ class RemoteShell:
     async def _start(self) -> None:
         self._session = f"spangrad-{uuid.uuid4().hex}"
         await self._sandbox.ask("create_session", {"session": self._session, "session_type": "bash", "startup_timeout": _STARTUP_SECONDS})
-        await self._asked(f"cd {shlex.quote(self._sandbox.directory)}; _spangrad_session={self._session}; {_KEEP_CODES}", _STARTUP_SECONDS)
-        # As base64: SWE-ReX's own server would take the prompt itself for the end of a command.
-        answer = await self._asked('echo "<$(printf %s "$PS1" | base64 | tr -d \'\\n\')>"', _STARTUP_SECONDS)
+        begin = f"cd {shlex.quote(self._sandbox.directory)}; _spangrad_session={self._session}; {_KEEP_CODES}; {_SHOW_PROMPT}"
+        answer = await self._asked(begin, _STARTUP_SECONDS)
         written = re.search(r"<([\w+/=]*)>", str(answer.get("output", "")))
         self._prompt = base64.b64decode(written[1]).decode(errors="replace") if written else ""
 
