@@ -109,9 +109,15 @@ def test_supervisor_stops_replicas_together_and_each_within_its_grace(tmp_path: 
 
 def test_supervisor_holds_back_services_that_need_a_command_which_ends(tmp_path: Path) -> None:
     events: list[str] = []
-    code = "import pathlib, time; time.sleep(1); pathlib.Path('{}').touch()"
-    maker = ServiceSpec("model", (sys.executable, "-c", code.format(tmp_path / "model")), tmp_path / "model.log", ends=True)
-    with Supervisor([maker, server("engine", tmp_path, "model"), server("store", tmp_path)], events.append) as supervisor:
+
+    def note(event: str) -> None:
+        events.append(event)
+        if event.startswith("store is ready"):
+            (tmp_path / "go").touch()
+
+    code = "import pathlib, time\nwhile not pathlib.Path('{}').exists(): time.sleep(0.01)"
+    maker = ServiceSpec("model", (sys.executable, "-c", code.format(tmp_path / "go")), tmp_path / "model.log", ends=True)
+    with Supervisor([maker, server("engine", tmp_path, "model"), server("store", tmp_path)], note) as supervisor:
         supervisor.start(30)
         assert states(supervisor) == {"model": "done", "engine": "ready", "store": "ready"}
     order = [event.partition(" (")[0] for event in events]
