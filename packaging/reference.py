@@ -80,29 +80,22 @@ def tables_page() -> Iterator[str]:
     from chdb.session import Session
 
     from collector.schema.cluster import Layout
-    from collector.schema.migrations import SCHEMA, preamble, read_migrations
-    from spangrad.settings import StoreSettings
+    from collector.schema.migrations import SCHEMA, migrate
 
-    layout = Layout.of(StoreSettings())
     with tempfile.TemporaryDirectory() as directory:
         database = Session(directory)
 
         def rows(sql: str) -> list[list[str]]:
             return [line.split("\t") for line in str(database.query(sql, "TabSeparated")).splitlines()]
 
-        for statement in [*preamble(layout), *(line for migration in read_migrations(SCHEMA) for line in migration.script(layout))]:
-            database.query(statement)
+        migrate(lambda sql: str(database.query(sql, "TabSeparated")), Layout())
         tables = rows(
             "SELECT database, name, comment FROM system.tables WHERE database IN ('otel', 'spangrad', 'spangrad_internal') "
             "AND engine != 'MaterializedView' AND name NOT LIKE '.inner%' ORDER BY database = 'otel', database, name"
         )
-        columns = rows(
-            "SELECT database, table, name, type, comment FROM system.columns "
-            "WHERE database IN ('otel', 'spangrad') ORDER BY database, table, position"
-        )
+        columns = rows("SELECT table, name, type, comment FROM system.columns WHERE database = 'spangrad' ORDER BY table, position")
         database.close()
     notes = _notes_of(SCHEMA)
-    meanings = {(table_name, column): meaning for _, table_name, column, _, meaning in columns}
     described = {f"{schema}.{name}": (comment or notes.get(f"{schema}.{name}", "")).replace("\\'", "'") for schema, name, comment in tables}
     views = [name for name in described if name.startswith("spangrad.")]
     yield "# Tables"
@@ -110,14 +103,9 @@ def tables_page() -> Iterator[str]:
     for name in views:
         yield f"## {name}"
         yield described[name]
-        base = name.split(".")[1]
         yield table(
             ("column", "type", "meaning"),
-            [
-                (f"`{column}`", f"`{kind}`", (meaning or meanings.get((base, column), "")).replace("\\'", "'"))
-                for schema, of, column, kind, meaning in columns
-                if f"{schema}.{of}" == name
-            ],
+            [(f"`{column}`", f"`{kind}`", meaning) for of, column, kind, meaning in columns if f"spangrad.{of}" == name],
         )
     yield "## What they are made from"
     yield (

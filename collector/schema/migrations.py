@@ -16,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from collector.schema.cluster import CREATE, Layout, first_line
+from collector.schema.columns import comment_columns
 from spangrad.errors import StoreError
 from spangrad.store.names import DATABASES, INTERNAL
 
@@ -114,7 +115,7 @@ def preamble(layout: Layout) -> list[str]:
 
 
 def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
-    """Apply the migrations that are new or incomplete, in order.
+    """Apply the migrations that are new or incomplete, in order, and write the comments of columns that lack theirs.
 
     Args:
         execute: runs a statement on the store.
@@ -147,6 +148,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
             else ""
         )
         report(f"applied {migration.name} ({len(script) - 1} statements){recreated}")
+    comment_columns(execute, layout)
     return new
 
 

@@ -14,6 +14,7 @@ from clickhouse_connect.driver.exceptions import DatabaseError
 
 from collector import database
 from collector.schema.cluster import Layout
+from collector.schema.columns import meanings
 from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
 from collector.schema.retention import OLD, Expired, cutoff, expire
 from spangrad.processes import wait_until
@@ -107,6 +108,25 @@ def test_schema_statements_of_every_layout_parse(client: Client, layout: Layout)
 def test_schema_broken_statement_does_not_parse(client: Client) -> None:
     [statement] = Layout("prod").statements(["CREATE TABLE IF NOT EXISTS otel.t (a String) ENGINE = MergeTree ORDERED BY a"])
     assert not understood(client, statement)
+
+
+def comments(execute: Execute) -> dict[tuple[str, str], str]:
+    """Return the comments of the public tables' columns."""
+    lines = execute("SELECT table, name, comment FROM system.columns WHERE database = 'spangrad'").splitlines()
+    return {(table, column): comment for table, column, comment in (line.split("\t") for line in lines)}
+
+
+def test_columns_of_public_tables_have_their_meaning_as_comment(laid_out: tuple[Execute, Layout]) -> None:
+    execute, layout = laid_out
+    written = comments(execute)
+
+    assert [column for column, comment in written.items() if not comment] == []
+    assert written["attempts", "Calls"] != written["rollouts", "Calls"] == meanings()["every"]["Calls"]
+    assert {*meanings()["every"]} <= {column for _, column in written}
+    assert {(table, column) for table, columns in meanings().items() if table != "every" for column in columns} <= written.keys()
+    execute("ALTER TABLE spangrad.rollouts COMMENT COLUMN Mode 'other'")
+    migrate(execute, layout)
+    assert comments(execute) == written
 
 
 # --- over all shards ---

@@ -29,6 +29,8 @@ class RecordedStore:
             return f"{int(self.older)}\n"
         if sql.startswith("EXISTS"):
             return f"{int(self.exists)}\n"
+        if "system.columns" in sql:
+            return ""
         if "system.tables" in sql:
             return "".join(f"{name}\n" for name in self.tables)
         if sql.startswith("SELECT"):

@@ -1,0 +1,43 @@
+"""Comments of the public tables' columns: what `DESCRIBE`, Grafana and docs/reference/tables.md say of them.
+
+In: columns.toml, and a function that runs a statement. Out: the comments in the store. Invariant: each column of a public table has the
+meaning of its table's section, else the one that it has in every table.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+from collector.schema.cluster import Layout
+
+_FILE = Path(__file__).with_name("columns.toml")
+_COMMENTS = "SELECT table, name, comment FROM system.columns WHERE database = 'spangrad' ORDER BY table, position"
+
+
+@functools.cache
+def meanings() -> dict[str, dict[str, str]]:
+    """Return the meanings by table, or `every`, and column."""
+    return tomllib.loads(_FILE.read_text())
+
+
+def comment_columns(execute: Callable[[str], str], layout: Layout) -> None:
+    """Write the comments that are not those of the store yet, a statement a table.
+
+    Args:
+        execute: runs a statement on the store, and returns its rows as TabSeparated text.
+        layout: of its servers.
+
+    Raises:
+        StoreError: the store refused a statement.
+    """
+    changes: dict[str, list[str]] = {}
+    for line in execute(_COMMENTS).splitlines():
+        table, column, comment = line.split("\t")
+        meaning = meanings().get(table, {}).get(column) or meanings()["every"].get(column, comment)
+        if meaning != comment:
+            changes.setdefault(table, []).append(f"COMMENT COLUMN `{column}` '{meaning}'")
+    for table, comments in changes.items():
+        execute(f"ALTER TABLE spangrad.{table}{layout.on_cluster} {', '.join(comments)}")
