@@ -175,7 +175,7 @@ def reasons_page() -> Iterator[str]:
     yield table(("reason", "the call, or its rollout", "remedy"), rows)
     yield "## Skip reasons"
     yield "A group that the trainer does not train: [Skipped groups](../guides/training.md#skipped-groups)."
-    notes = [(f"`{reason}`", skipped[reason.name], skips.REMEDIES.get(reason, "")) for reason in skips.SkipReason]
+    notes = [(f"`{reason}`", skipped[reason.name], reason.remedy) for reason in skips.SkipReason]
     yield table(("reason", "the group", "remedy"), notes)
     yield "## Failures of an attempt"
     yield "[Runner](../guides/runner.md#failures) says which are the policy's doing, and have a reward, and which are retried."

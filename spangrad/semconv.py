@@ -58,6 +58,7 @@ SANDBOX_IMAGE: Final = "spangrad.sandbox.image"
 
 # Log records of the web page.
 ACTION_EVENT: Final = "spangrad.action"
+"""Event name of the records of an action."""
 ACTION_ID: Final = "spangrad.action.id"
 """Id of an action that a person asked for on the page; its records share it."""
 ACTION_NAME: Final = "spangrad.action.name"

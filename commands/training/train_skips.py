@@ -22,7 +22,7 @@ Reason = Annotated[str | None, Parameter(name="--reason")]
 
 
 def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
-    """List the groups that the trainer's branch skipped, oldest first.
+    """List the groups that the trainer's branch skipped, oldest first, and what helps against each reason.
 
     Args:
         reason: list only groups that were skipped for this reason.
@@ -50,6 +50,8 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
         for row in rows
     )
     print_table(("group", "run", "mode", "reason", "when", "build spec", "detail"), cells)
+    for kind in dict.fromkeys(row.reason for row in rows):
+        print(f"{kind.value}: {kind.remedy}")
 
 
 def restore(
@@ -104,6 +106,7 @@ def _facts(row: SkippedGroup) -> dict[str, Any]:
         "build_spec": row.group.build_spec,
         "reason": row.reason.value,
         "detail": row.detail,
+        "remedy": row.reason.remedy,
         "skipped_at": row.skipped_at.isoformat(),
         "depends_on": {"version": row.head, "settings": loads(row.basis)},
     }

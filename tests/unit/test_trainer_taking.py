@@ -378,8 +378,8 @@ def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path,
     own = overrides(tmp_path)
     skipped(set_=own)
     table = capsys.readouterr().out
-    assert sorted(line.split()[0] for line in table.splitlines()) == ["bad", "d", "group"]
-    assert "logprob_gap" in table
+    assert sorted(line.split()[0] for line in table.splitlines()) == ["bad", "contradictory:", "d", "group", "logprob_gap:"]
+    assert f"logprob_gap: {SkipReason.LOGPROB_GAP.remedy}" in table
     assert SPEC in table
     skipped(reason="contradictory", json=True, set_=own)
     (row,) = json.loads(capsys.readouterr().out)
@@ -387,6 +387,7 @@ def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path,
     assert row == {
         "group": "d", "run": "run", "mode": "train", "build_spec": SPEC, "reason": "contradictory",
         "detail": "transition transition-d-0-0 has 0 prompt and 2 response tokens; both are needed.",
+        "remedy": SkipReason.CONTRADICTORY.remedy,
         "depends_on": {"version": None, "settings": {}},
     }  # fmt: skip
     skipped(reason="equal", set_=own)

@@ -22,7 +22,7 @@ from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group, GroupReader, Loaded
-from trainer.ledger.skips import FAILURES, REMEDIES, Skip, SkipReason
+from trainer.ledger.skips import FAILURES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor.watching import Clock
@@ -276,7 +276,7 @@ class BatchQueue:
         raise TrainerError(
             f"{failures.count} of the last {window} groups of run {settings.run_id!r} failed ({others}), more than "
             f"trainer.alarms.max_failed_share = {settings.alarms.max_failed_share:g} allows, most of them as {reason.value}. The newest is "
-            f"group {newest.group.group_id!r}: {newest.detail} {REMEDIES[reason]} `spangrad train skipped --reason {reason.value}` lists "
+            f"group {newest.group.group_id!r}: {newest.detail} {reason.remedy} `spangrad train skipped --reason {reason.value}` lists "
             f"them. Once the cause is gone, `spangrad train restore --reason {reason.value}` brings them back; to go on without them, "
             "raise trainer.alarms.max_failed_share."
         )

@@ -50,6 +50,11 @@ class SkipReason(StrEnum):
     LOGPROB_GAP = "logprob_gap"
     """The trainer's logprobs of its tokens are not those that the engine sampled with."""
 
+    @property
+    def remedy(self) -> str:
+        """Return what helps where many groups are skipped for it."""
+        return _REMEDIES[self]
+
 
 MASKS = (
     SkipReason.UNKNOWN_VERSION,
@@ -64,16 +69,27 @@ MASKS = (
 FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_TRAINED, SkipReason.LOGPROB_GAP)
 """Reasons that indicate a fault in recorded or computed values; trainer.alarms.max_failed_share bounds the share of groups with them."""
 
-REMEDIES: Mapping[SkipReason, str] = {
+_REMEDIES: Mapping[SkipReason, str] = {
+    SkipReason.CANCELLED: "No action needed: the queue counts it as none, and gives another group for it.",
+    SkipReason.NO_TRANSITIONS: "See with `spangrad rollout why` why its calls were dropped, or widen trainer.selection.",
     SkipReason.CONTRADICTORY: "See what wrote those rows: a transition has a prompt, a response and a logprob for each response token.",
     SkipReason.NOT_FINITE: "Fix what gives rewards or logprobs that are not finite; lower trainer.optim.learning_rate if gradients grew.",
+    SkipReason.ONE_ROLLOUT: "See with `spangrad rollout why` why the others left none; raise runner.group_size, or take another estimator.",
+    SkipReason.UNKNOWN_VERSION: "Train the branch whose versions sampled them; a rollback to one of them makes them known.",
+    SkipReason.STALE: "Raise trainer.sampling.max_staleness, or let fewer rollouts run ahead of the trainer.",
+    SkipReason.OTHER_PHASE: "No action needed where it began before the other policy's phase; else see trainer.phase_policies.",
+    SkipReason.OTHER_TOKENIZER: "Serve the policy with the tokenizer and chat template of trainer.model.",
+    SkipReason.GREEDY: "Let the agent sample at a temperature above 0 in the modes that are trained.",
+    SkipReason.TOO_LONG: "Raise trainer.max_tokens_per_device, or shorten prompts and responses.",
+    SkipReason.TRUNCATED: "Raise the agent's limit of tokens, or train such calls by another trainer.sampling.truncated.",
+    SkipReason.NO_BASELINE: "See with `spangrad rollout why` what became of the group's greedy rollout.",
+    SkipReason.EQUAL: "No action needed: nothing can be learnt from it. Many of them: take tasks of another difficulty.",
     SkipReason.ALREADY_TRAINED: "Give rollouts ids of their own in each run.",
     SkipReason.LOGPROB_GAP: (
         "See that engine and trainer hold the same weights and tokenizer and that the recorded sampling parameters are those in effect "
         "(docs/guides/learning.md)."
     ),
 }
-"""Remedy for each reason, where many groups fail for it."""
 
 
 @dataclass(frozen=True, slots=True)
