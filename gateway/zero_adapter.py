@@ -13,7 +13,7 @@ from pathlib import Path
 from spangrad.errors import EngineError
 from spangrad.settings import EngineSettings
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
-from spangrad.weights.safetensors_header import read_header
+from spangrad.weights.safetensors_header import read_header, weight_files
 
 _KNOWN = "_proj.weight"
 """Suffix of the names of the layers that the adapters of every architecture support."""
@@ -29,8 +29,9 @@ def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
 
     Raises:
         EngineError: the model has no layer that adapters are known to fit.
+        CheckpointError: its files cannot be listed.
     """
-    layer = next((layer for file in sorted(model.glob("*.safetensors")) for layer in _layers(file)), None)
+    layer = next((layer for file in weight_files(model) for layer in _layers(file)), None)
     if layer is None:
         raise EngineError(
             f"engine.lora_rank = {engine.lora_rank}, and {model} has no layer *{_KNOWN} in *.safetensors: adapters are not known to "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from spangrad.errors import SettingsError
+from spangrad.weights.safetensors_header import weight_files
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Type of weights -> bytes of a value."""
@@ -38,6 +39,7 @@ def read_model(directory: Path) -> ModelFacts:
 
     Raises:
         SettingsError: it is no directory of a model that can be trained.
+        CheckpointError: its files cannot be listed.
     """
     remedy = "Name a directory that `save_pretrained` has written, or that was downloaded from Hugging Face's hub."
     if not directory.is_dir():
@@ -45,7 +47,7 @@ def read_model(directory: Path) -> ModelFacts:
     config = _json(directory / "config.json")
     if config is None:
         raise SettingsError(f"{directory} holds no config.json, so it is no model. {remedy}")
-    weights = sorted(directory.glob("*.safetensors"))
+    weights = weight_files(directory)
     if not weights:
         raise SettingsError(f"{directory} holds no weights (*.safetensors). {remedy}")
     if not (directory / "tokenizer.json").is_file():

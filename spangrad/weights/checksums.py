@@ -20,13 +20,13 @@ import functools
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import CheckpointError
 from spangrad.weights import adapters
-from spangrad.weights.safetensors_header import read_header
+from spangrad.weights.safetensors_header import read_header, weight_files
 from spangrad.weights.shards import ChecksumScope, TensorSums, checksum_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _NO_OTHERS: Mapping[str, str] = {}
 
 
 def checksum_directory(directory: Path, dtype: str | None = None) -> str:
-    """Return the checksum of all `*.safetensors` in a model directory, or of an adapter and its base.
+    """Return the checksum of the `*.safetensors` of a model directory, or of an adapter and its base.
 
     Args:
         directory: a Hugging Face model directory, or an adapter's.
@@ -71,14 +71,14 @@ def sums_of_directory(
     with _readable(directory):
         adapter = adapters.adapter_facts(directory)
         if adapter is None:
-            return _sums(directory, dtype, others, scope)
+            return _sums(directory, weight_files(directory), dtype, others, scope)
         if not adapter.base.is_dir():
             raise CheckpointError(f"{directory} adapts {adapter.base}, which is no directory here. Restore that model to where it was.")
         base = _sums_of_base(adapter.base, dtype, tuple(sorted(others.items())), scope, _stamp(adapter.base))
         if not (directory / adapters.WEIGHTS).exists():
             raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
         own = next(iter(base.values())).dtype
-        return base | _sums(directory, dtype or own, others, scope, adapter.scaling)
+        return base | _sums(directory, [directory / adapters.WEIGHTS], dtype or own, others, scope, adapter.scaling)
 
 
 @contextlib.contextmanager
@@ -90,13 +90,13 @@ def _readable(directory: Path) -> Generator[None]:
 
 
 def _sums(
-    directory: Path, dtype: str | None, others: Mapping[str, str], scope: ChecksumScope, scaling: float = 1.0
+    directory: Path, files: Iterable[Path], dtype: str | None, others: Mapping[str, str], scope: ChecksumScope, scaling: float = 1.0
 ) -> dict[str, TensorSums]:
     """Return the sums of a directory's tensors; B of an adapter is scaled in the dtype that it is computed with."""
     from spangrad.weights.sums import cast_words, scaled_words, tensor_sums
 
     tensors = dict[str, TensorSums]()
-    for name, own, words in _tensors(directory):
+    for name, own, words in _tensors(files):
         held = others.get(name, dtype or own)
         if name.endswith(adapters.B) and scaling != 1:
             words, own = scaled_words(cast_words(words, own, held), held, scaling), held
@@ -111,11 +111,11 @@ def _sums_of_base(
     base: Path, dtype: str | None, others: tuple[tuple[str, str], ...], scope: ChecksumScope, stamp: tuple[tuple[str, int, int], ...]
 ) -> dict[str, TensorSums]:
     """Return the sums of a base model, cached for all its adapters while its files' stamp is unchanged."""
-    return _sums(base, dtype, dict(others), scope)
+    return _sums(base, weight_files(base), dtype, dict(others), scope)
 
 
 def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    facts = [(file.name, file.stat()) for file in sorted(directory.glob("*.safetensors"))]
+    facts = [(file.name, file.stat()) for file in weight_files(directory)]
     return tuple((name, fact.st_mtime_ns, fact.st_size) for name, fact in facts)
 
 
@@ -139,11 +139,11 @@ def _configured_template(config: Path) -> str:
     return str(json.loads(config.read_text()).get("chat_template", "")) if config.exists() else ""
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, str, NDArray[np.unsignedinteger]]]:
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, str, NDArray[np.unsignedinteger]]]:
     """Yield name, dtype name and words of every floating-point tensor, read directly from the files."""
     import numpy as np
 
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in files:
         try:
             data = np.memmap(file, dtype=np.uint8, mode="r")  # ValueError when the file is empty
             header, first = read_header(file)

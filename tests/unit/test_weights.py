@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from spangrad.errors import CheckpointError
 from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
+from spangrad.weights.safetensors_header import INDEX
 from spangrad.weights.shards import MASK, MIX_A, MIX_B
 from spangrad.weights.sums import tensor_sums
 
@@ -131,6 +132,24 @@ def test_checksum_directory_of_invalid_header_raises(tmp_path: Path, header: str
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 8)
     with pytest.raises(CheckpointError, match=r"m\.safetensors is not a safetensors file: its header cannot be read"):
         checksum_directory(tmp_path)
+
+
+def test_checksum_directory_with_index_reads_only_its_files(tmp_path: Path) -> None:
+    """Mistral's repositories hold the same weights once more, under other names, in consolidated.safetensors."""
+    words = np.array([1, 2, 3], np.uint32)
+    directory = write(tmp_path, "model-00001-of-00001.safetensors", "F32", {"model.norm.weight": words})
+    alone = checksum_directory(directory)
+    write(directory, "consolidated.safetensors", "F32", {"norm.weight": words})
+    index = directory / INDEX
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    assert checksum_directory(directory) == alone
+    assert set(sums_of_directory(directory)) == {"model.norm.weight"}
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"names model-00002-of-00002\.safetensors, which is missing"):
+        checksum_directory(directory)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="is no index of safetensors files"):
+        checksum_directory(directory)
 
 
 def test_checksum_directory_of_partial_value_raises(tmp_path: Path) -> None:

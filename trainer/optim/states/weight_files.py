@@ -6,7 +6,6 @@ the size of a file; nothing is mapped, so that a rank's memory shows what it hol
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -18,14 +17,12 @@ from typing import NamedTuple, Self
 import torch
 
 from spangrad.errors import CheckpointError
-from spangrad.weights import adapters
-from spangrad.weights.safetensors_header import read_header
+from spangrad.weights.safetensors_header import read_header, weight_files
 from trainer.optim.states.host_parts import DTYPES, host_part
 from trainer.optim.weight_shards import WeightPart, row_range
 from trainer.publish.shared_file import FilePart
 
 _BUFFER_BYTES = 2**24
-_INDEX = "model.safetensors.index.json"
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -52,14 +49,8 @@ class WeightFiles:
         self.directory = directory
         self._places: dict[str, _Place] = {}
         self._open: dict[Path, int] = {}
-        index = directory / _INDEX
         try:
-            files = (
-                {directory / name for name in json.loads(index.read_text())["weight_map"].values()}
-                if index.exists()
-                else {file for file in directory.glob("*.safetensors") if file.name != adapters.WEIGHTS}
-            )
-            for file in sorted(files):
+            for file in weight_files(directory):
                 self._places |= _places(file)
         except (OSError, ValueError, LookupError, struct.error) as error:
             raise CheckpointError(f"{directory} cannot be read ({error}). Restore it from a copy.") from error
