@@ -25,7 +25,9 @@ from trainer.monitor import tracking
 from trainer.monitor.evaluate import best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
 from trainer.monitor.view import LiveView, LogLines, row
+from trainer.monitor.watchers import watchers_of
 from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watchers
+from trainer.optim.process import quiet
 
 SECOND = 1_000_000_000
 
@@ -44,6 +46,13 @@ def version(number: int = 3, path: str = "", **metrics: float) -> LedgerVersion:
 def step(number: int = 3, **metrics: float) -> CommittedStep:
     stages = [StepStage("load", 0, SECOND), StepStage("train", SECOND, 2 * SECOND), StepStage("publish", 3 * SECOND // 2, 2 * SECOND)]
     return CommittedStep(number, version(number, **metrics), (), stages)
+
+
+class Terminal(io.StringIO):
+    """A terminal's output."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Broken:
@@ -180,6 +189,26 @@ def test_live_view_shows_table_of_last_steps_below_log(monkeypatch: pytest.Monke
     assert lines[2] == ["3", "3", "+0.25", "0.50", "-", "2e-06", "0.5", "-", "1.00", "-", "1.00", "-", "0.50", "75%", "-"]
     assert lines[-1] == ["14", "14", "+0.25", "0.50", "+0.75", "2e-06", "0.5", "-", "1.00", "-", "1.00", "-", "0.50", "75%", "-"]
     assert len(lines) == 14
+
+
+def test_log_lines_in_terminal_pass_while_prints_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of the model keeps third parties' prints from the terminal, and other threads log meanwhile."""
+    terminal, handler = Terminal(), logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", handler.stream)
+    monkeypatch.setenv("TERM", "xterm")
+    logging.getLogger().addHandler(handler)
+    watchers = watchers_of(Settings(trainer=trainer_settings(traces=False)), client=None)  # type: ignore[arg-type]
+    try:
+        with quiet():
+            print("verl's own")
+            logging.getLogger("x").warning("version 5 is served")
+            watchers.stepped(step(7))
+    finally:
+        watchers.close()
+        logging.getLogger().removeHandler(handler)
+    assert "version 5 is served" in terminal.getvalue()
+    assert "verl's own" not in terminal.getvalue()
 
 
 def test_step_idle_share_leaves_out_stages_beside_next_step_and_line_names_engines(caplog: pytest.LogCaptureFixture) -> None:

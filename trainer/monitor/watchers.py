@@ -5,6 +5,7 @@ Invariant: a table is drawn in a terminal only; a log file gets lines.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings
@@ -41,5 +42,6 @@ def watchers_of(settings: Settings, client: Client) -> Watchers:
     """
     from rich.console import Console
 
-    reporters, console = reporters_of(settings, client), Console(markup=False, emoji=False)
+    # The terminal of now: during a pass, `quiet` puts another stream in the place of sys.stdout.
+    reporters, console = reporters_of(settings, client), Console(file=sys.stdout, markup=False, emoji=False)
     return Watchers([*reporters, LiveView(settings.trainer, console) if console.is_terminal else LogLines()])
