@@ -93,6 +93,15 @@ def test_critic_learns_returns_and_resume_repeats_it(tiny_model: Path, tmp_path:
     assert expected["updated"] == 4
 
 
+def test_critic_loss_follows_keys_of_verl_without_ray(tiny_model: Path):
+    batch = chained(tiny_model)
+    of_tokens, of_rows = (
+        VerlOptimizer(tiny_model, trainer_settings(estimator="gae", verl={"critic": {"loss_agg_mode": mode}})).step(batch)["critic_loss"]
+        for mode in ("token-mean", "seq-mean-token-sum")
+    )
+    assert of_rows > 1.5 * of_tokens
+
+
 def test_step_of_batch_rejected_whole_leaves_critic(tiny_model: Path):
     settings = trainer_settings(estimator="gae", recompute_logprobs=True, correction=Correction(reject={"seq_max_k2": "1e-12"}))
     batch = chained(tiny_model)

@@ -24,10 +24,11 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+from verl.workers.utils.losses import value_loss
 
 from spangrad.settings import TrainerSettings
 from trainer.optim.float32_head import compute_head_in_float32
-from trainer.optim.losses.corrected import policy_loss_of, value_loss_of
+from trainer.optim.losses.corrected import policy_loss_of
 from trainer.optim.losses.trained_logits import keep_trained_logits
 from trainer.optim.micro_batches import bound_padded_micro_batches
 from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
@@ -119,17 +120,17 @@ def local_rank(model: Path, settings: TrainerSettings, device: str, objective: O
     if config.actor_rollout_ref.actor.use_kl_loss:
         models[ModelRole.REFERENCE] = ActorWorker(config.actor_rollout_ref, "ref").load_models()
     if config.critic.enable:
-        critic = CriticWorker(critic_config(config.critic))
+        chosen: Any = omega_conf_to_dataclass(config.critic)
+        critic = CriticWorker(critic_config(chosen))
         critic.load_models()
-        critic.set_loss_fn(value_loss_of(settings, critic.optimizer_config))
+        critic.set_loss_fn(functools.partial(value_loss, chosen))
         models[ModelRole.CRITIC] = critic
     policy.assemble(models, settings, device)
     return policy
 
 
-def critic_config(config: Any) -> TrainingWorkerConfig:
+def critic_config(critic: Any) -> TrainingWorkerConfig:
     """Return a worker's configuration of `critic` of verl's, as verl's trainer makes it."""
-    critic: Any = omega_conf_to_dataclass(config)
     critic.engine.infer_max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
     critic.engine.max_token_len_per_gpu = critic.ppo_infer_max_token_len_per_gpu
     return TrainingWorkerConfig(

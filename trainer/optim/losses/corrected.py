@@ -72,17 +72,6 @@ def policy_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
     return functools.partial(policy_loss, actor_config(settings, optimizer), settings)
 
 
-def value_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
-    """Return the critic's loss, by verl."""
-    from verl.workers.config import CriticConfig
-    from verl.workers.utils.losses import value_loss
-
-    config = CriticConfig(
-        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, cliprange_value=settings.loss.critic_clip, optim=optimizer
-    )
-    return functools.partial(value_loss, config)
-
-
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
     """Weigh and reject tokens by the distance of the trainer's logprobs from the sampled ones, by verl; a sequence is a rollout.
 
