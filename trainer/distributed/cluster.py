@@ -102,13 +102,14 @@ class Cluster:
         """Kill the processes of a failed start, which Ray would end only with this process."""
         import psutil
 
-        begun = [
-            child
-            for child in psutil.Process().children()
-            if self.directory and any(str(self.directory) in word for word in child.cmdline())
-        ]
-        for process in [inner for top in begun for inner in (*top.children(recursive=True), top)]:
-            process.kill()
+        begun = list[psutil.Process]()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+                if self.directory and any(str(self.directory) in word for word in child.cmdline()):
+                    begun += [*child.children(recursive=True), child]
+        for process in begun:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     @property
     def device(self) -> str:
