@@ -24,7 +24,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spangrad.errors import CheckpointError
+from spangrad.errors import JSON_ERRORS, CheckpointError
 from spangrad.weights import adapters
 from spangrad.weights.safetensors_header import read_header, weight_files
 from spangrad.weights.shards import ChecksumScope, TensorSums, checksum_of
@@ -123,7 +123,7 @@ def tokenizer_hash(directory: Path) -> str:
     """Return the hash of a model directory's tokenizer and chat template: 16 hex digits of SHA-256.
 
     Raises:
-        CheckpointError: the directory holds no tokenizer.json.
+        CheckpointError: the directory holds no tokenizer.json, or it cannot be read.
     """
     vocabulary = directory / "tokenizer.json"
     if not vocabulary.exists():
@@ -131,12 +131,19 @@ def tokenizer_hash(directory: Path) -> str:
     template = directory / "chat_template.jinja"
     text = template.read_text() if template.exists() else _configured_template(directory / "tokenizer_config.json")
     # Canonical JSON: saving a tokenizer again may change its spacing, not its meaning.
-    canonical = json.dumps(json.loads(vocabulary.read_text()), sort_keys=True)
+    canonical = json.dumps(_json(vocabulary), sort_keys=True)
     return hashlib.sha256(f"{canonical}\0{text}".encode()).hexdigest()[:16]
 
 
 def _configured_template(config: Path) -> str:
-    return str(json.loads(config.read_text()).get("chat_template", "")) if config.exists() else ""
+    return str(_json(config).get("chat_template", "")) if config.exists() else ""
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, *JSON_ERRORS) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Restore it from a copy.") from error
 
 
 def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, str, NDArray[np.unsignedinteger]]]:

@@ -120,6 +120,20 @@ def test_checkpoint_verify_truncated_or_missing_file_raises(tmp_path: Path, base
         checkpoint.verify(written.path, written.checksum)
 
 
+@pytest.mark.parametrize("marker", ["", '{"files": {', "[]", "{}"])
+def test_checkpoint_with_damaged_marker_raises(tmp_path: Path, base: Path, marker: str) -> None:
+    written = write(tmp_path / "policies", base)
+    (written.path / "STABLE").write_text(marker)
+    uses = (
+        lambda: checkpoint.verify(written.path, written.checksum),
+        lambda: checkpoint.has_state(written.path),
+        lambda: checkpoint.add_state(written.path, lambda _: None),
+    )
+    for use in uses:
+        with pytest.raises(CheckpointError, match=r"STABLE cannot be read .* Restore .*v1 from a copy"):
+            use()
+
+
 def test_checkpoint_verify_other_weights_of_same_size_raises(tmp_path: Path, base: Path):
     written = write(tmp_path / "policies", base)
     file = written.path / "model.safetensors"

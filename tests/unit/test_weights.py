@@ -181,4 +181,6 @@ def test_tokenizer_hash_follows_vocabulary_and_template_not_spacing(tmp_path: Pa
 
     base = tokenizer("a", '{"v": 1, "w": 2}', "t")
     assert base == tokenizer("b", '{"w":2,"v":1}', "t")
+    with pytest.raises(CheckpointError, match=r"e/tokenizer\.json cannot be read .*Restore it from a copy"):
+        tokenizer("e", '{"v": ', "t")
     assert len({base, tokenizer("c", '{"v": 2}', "t"), tokenizer("d", '{"v": 1, "w": 2}', "u")}) == 3

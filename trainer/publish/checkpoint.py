@@ -15,9 +15,10 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from spangrad.errors import CheckpointError
+from spangrad.errors import JSON_ERRORS, CheckpointError
 from spangrad.types import VersionStatus
 from spangrad.weights import adapters
 from spangrad.weights.adapters import AdapterFacts
@@ -136,9 +137,8 @@ def verify(path: Path, checksum: str) -> None:
     """
     if not path.is_dir():
         raise CheckpointError(f"the model directory {path} is missing. Restore it from a copy, or begin a new trainer.branch.")
-    marker = path / MARKER
-    if marker.exists():
-        for name, size in json.loads(marker.read_text())["files"].items():
+    if (marker := path / MARKER).exists():
+        for name, size in _marked(marker)["files"].items():
             file = path / name
             if not file.exists() or file.stat().st_size != size:
                 state = f"{file.stat().st_size} bytes" if file.exists() else "missing"
@@ -151,9 +151,26 @@ def verify(path: Path, checksum: str) -> None:
 
 
 def has_state(path: Path) -> bool:
-    """Return whether a version's directory holds the optimizer's state."""
+    """Return whether a version's directory holds the optimizer's state.
+
+    Raises:
+        CheckpointError: its marker cannot be read.
+    """
     marker = path / MARKER
-    return any(_is_state(name) for name in json.loads(marker.read_text())["files"]) if marker.exists() else (path / STATE).exists()
+    return any(_is_state(name) for name in _marked(marker)["files"]) if marker.exists() else (path / STATE).exists()
+
+
+def _marked(marker: Path) -> dict[str, Any]:
+    """Return what a version's marker says of it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        facts: dict[str, Any] = json.loads(marker.read_text())
+        return facts | {"files": dict(facts["files"])}
+    except (OSError, *JSON_ERRORS, LookupError, TypeError) as error:
+        raise CheckpointError(f"{marker} cannot be read ({error!r}). Restore {marker.parent} from a copy.") from error
 
 
 def add_state(path: Path, write: Save) -> None:
@@ -164,14 +181,14 @@ def add_state(path: Path, write: Save) -> None:
         write: writes into a directory the state, and what lies beside it.
 
     Raises:
-        CheckpointError: it cannot be written; the version is as before.
+        CheckpointError: it cannot be written, or the version's marker cannot be read; the version is as before.
     """
     temporary = path.with_name(f"{_TEMPORARY_STATE}{path.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         write(temporary)
-        facts = json.loads((path / MARKER).read_text())
+        facts = _marked(path / MARKER)
         facts["files"] |= {name: size for name, size in _synced(temporary).items() if _is_state(name)}
         (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
         _sync(temporary / MARKER)
