@@ -11,11 +11,15 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, SettingsError
 from spangrad.settings import TrainerSettings
-from tests.support.policies import transition_row
+from tests.support.policies import NO_ALARM, trainer_settings, transition_row
 from trainer.data.batch import Batch, layout, take
 from trainer.data.merge import merge, separate
 from trainer.monitor.row_check import RowCheck
 from trainer.optim.losses.reshaped import corrected, truncated
+from trainer.optim.phases import StepPhases
+from trainer.optim.workers import Passed, PassKind
+
+torch = pytest.importorskip("torch")
 
 Floats = NDArray[np.float64]
 
@@ -170,6 +174,33 @@ def test_corrected_leaves_other_rows_unchanged() -> None:
     assert (corrected_batch.old_logprobs[batch.reshaped] == -1).all()
     assert corrected_batch.weights[2].tolist() == pytest.approx([np.exp(-0.9), np.exp(-0.8)])
     assert metrics["reshaped_share"] == 0.5
+
+
+class ForwardPasses:
+    """Workers whose policy has the logprob -1 for every token, and that count their passes."""
+
+    size = 1
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
+        self.count += 1
+        return Passed({}, {name: np.full_like(batch.logprobs, -1) for name in outputs})
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_phases_pass_reshaped_rows_forward_once(mini_batches: int) -> None:
+    """Of a batch that is stepped more than once, the pass that checks the rows has their logprobs."""
+    batch, workers = layout(separate(rows(), pl.Series(np.ones(6))), lineage=[0]), ForwardPasses()
+    settings = trainer_settings(mini_batches=mini_batches, alarms__logprob=NO_ALARM)
+    check = RowCheck(settings, "fp32", "fp32")
+    phases = StepPhases(batch.numbered(), settings, workers, check, torch.Generator(), 0, None)  # type: ignore[arg-type]
+    phases.compute_old_logprobs()
+    phases.compute_advantages()
+    assert workers.count == 1
+    assert phases.batch.old_logprobs is not None
+    assert (phases.batch.old_logprobs[batch.reshaped] == -1).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -198,7 +198,7 @@ class StepPhases:
         settings, batch = self._settings, self.batch
         if settings.loss.recompute_logprobs and settings.loss.correction.weights:
             return  # every row has them
-        logprobs = self._logprobs if settings.loss.recompute_logprobs else None
+        logprobs = self._logprobs
         if logprobs is None:
             rows = np.flatnonzero(batch.reshaped)
             logprobs = np.zeros_like(batch.logprobs)
