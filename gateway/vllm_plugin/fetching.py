@@ -11,8 +11,10 @@ the other; or, where the answer has the header `x-delta`, their differences from
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -158,6 +160,7 @@ def fetch(
             while waiting:
                 yield waiting.popleft().result()
         finally:
+            connections.end(OSError("the transfer has ended"))  # before the pool, which waits for its threads
             pool.shutdown(cancel_futures=True)
             connections.close()
 
@@ -169,12 +172,16 @@ class _Connections:
         self._ranks = ranks
         self._local = threading.local()
         self._open: list[http.client.HTTPConnection] = []
+        self._end: OSError | None = None
+        """Reason why no more words are fetched, such as the error of the first rank that failed. None: they are."""
 
     def ask(self, bucket: Bucket, body: Mapping[str, Any], key: str, size: int) -> Fetched:
         url = self._ranks[bucket.rank].url
         try:
             connection = self._connection(bucket.rank)
             connection.request("POST", "/words", json.dumps(body), {"Authorization": f"Bearer {key}", "Content-Type": "application/json"})
+            if self._end:  # it may have connected since
+                raise OSError("another rank has failed")
             answer = connection.getresponse()
             is_delta = answer.headers.get(DELTA_HEADER) is not None
             length = int(answer.headers.get("content-length") or 0)
@@ -190,8 +197,17 @@ class _Connections:
                     raise OSError(f"it ended after {read} of {length} bytes")
                 read += more
         except (OSError, http.client.HTTPException) as error:
-            raise OSError(f"the trainer's rank at {url} did not send its words: {error or type(error).__name__}") from error
+            raise self.end(OSError(f"the trainer's rank at {url} did not send its words: {error or type(error).__name__}")) from error
         return Fetched(bucket, is_delta, data)
+
+    def end(self, reason: OSError) -> OSError:
+        """End the answers that threads wait for, and ask for no more; return the first reason that was given."""
+        self._end = self._end or reason
+        for connection in list(self._open):
+            if opened := connection.sock:
+                with contextlib.suppress(OSError):  # its rank has closed it
+                    opened.shutdown(socket.SHUT_RDWR)
+        return self._end
 
     def close(self) -> None:
         for connection in self._open:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -168,6 +170,20 @@ def test_worker_of_a_rank_that_died_raises_and_names_it(stack: ExitStack) -> Non
         trainer.senders[1].close()
         with pytest.raises(OSError, match=f"the trainer's rank at {dead} did not send its words"):
             worker.receive(plan)
+
+
+def test_worker_of_a_rank_that_died_waits_for_no_other(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, worker, end = Trainer(stack, 3), Worker(0, torch.float32), threading.Event()
+    stack.callback(end.set)
+    with trainer.sender.offering(trainer.source):
+        plan = trainer.plan("float32")
+        monkeypatch.setattr(trainer.senders[0].service, "words", lambda _: end.wait(60))
+        dead = trainer.senders[1].address.url
+        trainer.senders[1].close()
+        began = time.monotonic()
+        with pytest.raises(OSError, match=f"the trainer's rank at {dead} did not send its words"):
+            worker.receive(plan)
+        assert time.monotonic() - began < fetching.SECONDS / 2
 
 
 def whole(fetched: Sequence[Any], shapes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
