@@ -7,7 +7,7 @@ A tensor's words are numbered from 0 in the order of the checkpoint's file. Of t
 the sum of all m, and `weighted` the sum of number * m, both mod 2^64. A worker numbers its words as the whole tensor does, so both sums are
 additive; `plain` summed over tensors is the version's checksum, and `weighted` changes when words or shards change places.
 
-A sample is the words owner number is a multiple of `sample_step`, so that each worker knows which of them it holds.
+A sample is the words whose number is a multiple of `sample_step`, so that each worker knows which of them it holds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     shards: list[Shard]
     unread: dict[str, str] = {}
-    """Tensors of the checkpoint owner words are not in memory as they are in the file, with the reason."""
+    """Tensors of the checkpoint whose words are not in memory as they are in the file, with the reason."""
 
 
 class EngineReports(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from spangrad.weights.sums import WORD_BYTES, cast_words, replaced_sums, tensor_
 from trainer.publish.shared_file import FilePart
 
 _BLOCK_WORDS = 2**16
-"""Words owner numbers within their block have two bytes."""
+"""Words whose numbers within their block have two bytes."""
 _MOST_CHANGED = 1 / 8
 """Share of a part's words from which on differences are not kept."""
 Piece = tuple[int, int, Sequence[tuple[int, int]]]
