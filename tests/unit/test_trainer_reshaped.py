@@ -191,7 +191,7 @@ class ForwardPasses:
 
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_phases_pass_reshaped_rows_forward_once(mini_batches: int) -> None:
-    """Of a batch that is stepped more than once, the pass that checks the rows has their logprobs."""
+    """The pass that checks the rows of a batch that is stepped more than once has their logprobs."""
     batch, workers = layout(separate(rows(), pl.Series(np.ones(6))), lineage=[0]), ForwardPasses()
     settings = trainer_settings(mini_batches=mini_batches, alarms__logprob=NO_ALARM)
     check = RowCheck(settings, "fp32", "fp32")
