@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import LedgerError
@@ -24,7 +23,6 @@ from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.watching import Clock, CommittedStep, StepStage, stage_seconds, timed
 from trainer.overlap import FollowUps
 from trainer.publish.checkpoint import Save
-from trainer.publish.lora import adapter_of
 from trainer.shutdown import Stopped
 from trainer.step import StepTransaction, beating
 
@@ -194,11 +192,10 @@ class Commits:
         return committed
 
     def _commit(self, trained: UncommittedVersion) -> CommittedStep:
-        lease, ledger, settings = trained.lease, self.transaction.branch.ledger, self.transaction.settings.trainer
+        lease, ledger = trained.lease, self.transaction.branch.ledger
         parent = ledger.version(lease.parent)
-        adapter = adapter_of(Path(parent.policy_version.path), settings)
         with trained.beats, timed(trained.stages, "checkpoint", beside=self._beside):
-            written = self.transaction.write(lease, parent, trained.write, calls=trained.calls, adapter=adapter)
+            written = self.transaction.write(lease, parent, trained.write, calls=trained.calls)
         metrics = {**trained.version.metrics, **stage_seconds(trained.stages)}
         committed = self.transaction.commit(lease, written, metrics)
         return CommittedStep(len(ledger.committed_versions()) - 1, committed, trained.rollouts, trained.stages)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from spangrad.errors import LedgerError, SpangradError
 from spangrad.leases import BEATS
 from spangrad.settings import Settings
-from spangrad.weights.adapters import AdapterFacts
 from spangrad.weights.shards import TensorSums
 from trainer.data.source import BatchRollout
 from trainer.ledger.ledger import BatchLease, Ledger
@@ -25,6 +24,7 @@ from trainer.ledger.recovery import undo_leases
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
 from trainer.publish import checkpoint
+from trainer.publish.lora import adapter_of
 from trainer.retries import without_retries
 from trainer.shutdown import Shutdown
 
@@ -85,13 +85,7 @@ class StepTransaction:
             return self.branch.ledger.begin(rollouts, parent.version, files=files)
 
     def write(
-        self,
-        lease: BatchLease,
-        parent: LedgerVersion,
-        write: checkpoint.Save,
-        *,
-        calls: pl.DataFrame | None = None,
-        adapter: AdapterFacts | None = None,
+        self, lease: BatchLease, parent: LedgerVersion, write: checkpoint.Save, *, calls: pl.DataFrame | None = None
     ) -> checkpoint.Checkpoint:
         """Write the checkpoint of the version that the lease makes.
 
@@ -100,12 +94,11 @@ class StepTransaction:
             parent: version that was trained.
             write: writes the weights, and the optimizer's state where the run is resumed from it.
             calls: that the step trained, with their advantages. None: it trained files.
-            adapter: facts of the adapter. None: the weights are a whole model.
 
         Raises:
             CheckpointError: it cannot be written.
         """
-        settings = self.settings.trainer
+        settings, base = self.settings.trainer, Path(parent.policy_version.path)
 
         def save(directory: Path) -> Mapping[str, TensorSums] | None:
             sums = write(directory)
@@ -120,9 +113,9 @@ class StepTransaction:
             version=lease.version,
             parent=lease.parent,
             batch_id=lease.batch_id,
-            base=Path(parent.policy_version.path),
+            base=base,
             save=save,
-            adapter=adapter,
+            adapter=adapter_of(base, settings),
         )
 
     def commit(self, lease: BatchLease, written: checkpoint.Checkpoint, metrics: dict[str, float]) -> LedgerVersion:

@@ -200,7 +200,7 @@ class Backend(Upstream):
         """Return the sums of the parameters in the engine's memory. None: the engine's setting is to compare none.
 
         Args:
-            part: `all`, `base` (the model's own) or `adapter` (the active adapters).
+            part: `all`, or `adapter` (the active adapters alone).
 
         Raises:
             EngineError: the engine does not answer, its workers hold different copies, or its replicas different weights.

@@ -64,12 +64,11 @@ class SpangradWorker:
 
         Args:
             scope: a `ChecksumScope`: all words, or a sample of them.
-            part: `all`, `base` (the model's own parameters) or `adapter` (the active adapters).
+            part: `all`, or `adapter` (the active adapters alone).
         """
         model, scope = self.get_model(), ChecksumScope(scope)
-        reports = [_base_report(model, scope)] if part != "adapter" else []
-        if part != "base":
-            reports += _adapter_reports(model, scope)
+        reports = [] if part == "adapter" else [_base_report(model, scope)]
+        reports += _adapter_reports(model, scope)
         unread = {name: reason for report in reports for name, reason in report.unread.items()}
         return msgspec.json.encode(WorkerReport([shard for report in reports for shard in report.shards], unread)).decode()
 

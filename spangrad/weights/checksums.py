@@ -15,12 +15,11 @@ how engines of several workers are compared, tensor by tensor.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import struct
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def sums_of_directory(
     Raises:
         CheckpointError: as for `checksum_directory`.
     """
-    with _readable(directory):
+    try:
         adapter = adapters.adapter_facts(directory)
         if adapter is None:
             return _sums(directory, weight_files(directory), dtype, others, scope)
@@ -79,12 +78,6 @@ def sums_of_directory(
             raise CheckpointError(f"{directory} holds no {adapters.WEIGHTS}. Restore it from a copy.")
         own = next(iter(base.values())).dtype
         return base | _sums(directory, [directory / adapters.WEIGHTS], dtype or own, others, scope, adapter.scaling)
-
-
-@contextlib.contextmanager
-def _readable(directory: Path) -> Generator[None]:
-    try:
-        yield
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}. Restore it from a copy, or let its files be read.") from error
 

@@ -30,7 +30,7 @@ def test_split_experts_are_views_of_the_tensor_that_hold_each_word_once(kind: st
     files: dict[str, torch.Tensor] = {names.in_file("model.layers.0.mlp.gate.weight"): router}
     for name, tensor in tensors.items():
         assert are_experts(name, tuple(tensor.shape), kind)
-        files |= {part.name: part.rows for part in split_experts(name, tuple(tensor.shape), 0, tensor, names)}
+        files |= {part: rows for part, _, rows in split_experts(name, tuple(tensor.shape), 0, tensor, names)}
     assert torch.equal(files[gate], tensors[f"{STEM}.gate_up_proj"][1, :3])
     assert torch.equal(files[down], tensors[f"{STEM}.down_proj"][1])
     assert len(files) == 3 * 11 + 1
@@ -43,8 +43,8 @@ def test_split_experts_of_a_part_are_empty_where_another_rank_has_them() -> None
     names = expert_names("qwen3_moe")
     assert names
     parts = list(split_experts(f"{STEM}.gate_up_proj", (4, 6, 5), 1, np.ones((2, 6, 5), np.float32), names))
-    assert [part.shape for part in parts] == [(3, 5)] * 8
-    assert [part.rows.shape for part in parts] == [(0, 5)] * 2 + [(3, 5)] * 4 + [(0, 5)] * 2
+    assert [shape for _, shape, _ in parts] == [(3, 5)] * 8
+    assert [rows.shape for _, _, rows in parts] == [(0, 5)] * 2 + [(3, 5)] * 4 + [(0, 5)] * 2
 
 
 def test_experts_of_a_kind_whose_files_are_unknown_are_refused() -> None:

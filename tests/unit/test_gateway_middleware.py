@@ -354,9 +354,9 @@ async def test_middleware_checksum_asks_every_replica(vllm: Vllm, middleware: Sp
         return [['{"shards": []}', '{"shards": []}'], ['{"shards": [1]}']]
 
     vllm.state.engine_client.engine_core = SimpleNamespace(call_utility_all_async=all_replicas)
-    status, _, (body,) = await call(middleware, "/spangrad/checksum", {"part": "base"})
+    status, _, (body,) = await call(middleware, "/spangrad/checksum", {"part": "adapter"})
     assert (status, json.loads(body)) == (200, {"replicas": [[{"shards": []}, {"shards": []}], [{"shards": [1]}]]})
-    assert asked == [("collective_rpc", "spangrad_checksum", None, ("full", "base"), None)]
+    assert asked == [("collective_rpc", "spangrad_checksum", None, ("full", "adapter"), None)]
 
     async def failing(*_: object) -> None:
         raise RuntimeError("lm_head.weight has words beside the checkpoint's that are not zero")

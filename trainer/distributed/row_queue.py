@@ -132,8 +132,6 @@ def attach(controller: Any) -> None:
 class LeasedRows:
     """Rows of the batch that was leased, in the place of verl's replay buffer."""
 
-    poll_interval = 1.0
-
     def __init__(self) -> None:
         """Hold no batch yet."""
         self._partition = f"step-{uuid.uuid4().hex}"

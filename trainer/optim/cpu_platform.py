@@ -36,9 +36,6 @@ class _CpuModule:
     def reset_peak_memory_stats(self, *_: object) -> None:
         return None
 
-    def set_device(self, *_: object) -> None:
-        return None
-
     def get_device_name(self, *_: object) -> str:
         return "CPU"
 

@@ -8,7 +8,10 @@ A logit of 20 has steps of 0.125 in bfloat16, so that logprobs of two bfloat16 h
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 
 def compute_head_in_float32(module: Any) -> None:
@@ -17,31 +20,16 @@ def compute_head_in_float32(module: Any) -> None:
     Args:
         module: a Hugging Face causal model, or PEFT's around one; sharded or not, its head tied to the embedding or not.
     """
-    import torch
-
     for layer in module.get_output_embeddings().modules():
         if isinstance(layer, torch.nn.Linear):
-            setattr(layer, "forward", _Float32Linear(layer))  # noqa: B010 - its parameter has another name
+            setattr(layer, "forward", functools.partial(_multiply, layer))  # noqa: B010 - its parameter has another name
 
 
-class _Float32Linear:
-    """Forward pass of a linear layer. It reads the layer's parameters at each call, as FSDP2 puts the gathered ones in their place."""
+def _multiply(layer: torch.nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+    """Return logits, shape (..., out_features), in float32, of states of any dtype.
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __call__(self, hidden: Any) -> Any:
-        """Multiply in float32.
-
-        Args:
-            hidden: states, shape (..., in_features), of any dtype.
-
-        Returns:
-            Logits, shape (..., out_features), float32.
-        """
-        import torch
-
-        layer = self._layer
-        with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if layer.bias is None else layer.bias.float()
-            return torch.nn.functional.linear(hidden.float(), layer.weight.float(), bias)
+    The layer's parameters are read at each call, as FSDP2 puts the gathered ones in their place.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if layer.bias is None else layer.bias.float()  # pyright: ignore[reportUnnecessaryComparison]
+        return torch.nn.functional.linear(hidden.float(), layer.weight.float(), bias)

@@ -42,6 +42,8 @@ class VerlOptimizer:
         self.settings = settings
         self._workers = begin(model, settings)
         self.device = self._workers.device
+        self.data_parallel_size = self._workers.size
+        """Number that a batch's rows must be divisible by."""
         sync = settings.weight_sync
         sends = sync.publish and sync.method == "transfer"
         # They start with the ranks: a rank takes no call amid a step, and its sender answers then.
@@ -58,11 +60,6 @@ class VerlOptimizer:
         """Values of the sampled tokens in the last step."""
         self.pass_seconds: dict[str, float] = {}
         """Metrics of the last step: seconds_forward and seconds_backward of the first rank."""
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Return the number that a batch's rows must be divisible by."""
-        return self._workers.size
 
     @property
     def versions_to_hold(self) -> int:

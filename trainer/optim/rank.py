@@ -297,7 +297,7 @@ class Rank:
             state |= {**sharded_state.named(_WEIGHTS[ModelRole.POLICY], held), "lora_alpha": self._settings.lora.alpha}
         if ModelRole.CRITIC in self._models:
             state |= sharded_state.named(_WEIGHTS[ModelRole.CRITIC], self._engine(ModelRole.CRITIC).module.state_dict())
-        return sharded_state.host_copy(state, copied=".lora_")
+        return sharded_state.host_copy(state)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_state(self, directory: Path) -> Any:

@@ -191,7 +191,7 @@ def _parts(name: str, rows: _Rows, kind: str | None) -> Iterator[WeightPart]:
     """Yield a part, or those of each expert where the model holds experts in one tensor and its files do not."""
     names = expert_names(kind)
     if are_experts(name, rows.shape, kind) and names:
-        for expert in split_experts(name, rows.shape, rows.first, rows.values, names):
-            yield WeightPart(expert.name, expert.shape, 0, expert.rows)
+        for expert, shape, held in split_experts(name, rows.shape, rows.first, rows.values, names):
+            yield WeightPart(expert, shape, 0, held)
     else:
         yield WeightPart(names.in_file(name) if names else name, rows.shape, rows.first * math.prod(rows.shape[1:]), rows.values)

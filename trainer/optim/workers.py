@@ -51,6 +51,9 @@ class Passed:
 class LocalWorkers:
     """One rank in this process, without Ray."""
 
+    size = 1
+    """Number that a batch's rows must be divisible by."""
+
     def __init__(self, model: Path, settings: TrainerSettings, objective: Objective | None = None) -> None:
         """Load the models.
 
@@ -60,11 +63,6 @@ class LocalWorkers:
         with quiet():
             self.device = prepare_process()
             self._rank = import_worker().local_rank(model, settings, self.device, objective)
-
-    @property
-    def size(self) -> int:
-        """Return 1."""
-        return 1
 
     def run(self, phases: StepPhases) -> None:
         """Do the phases of a step, in the order of verl's trainer."""

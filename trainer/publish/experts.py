@@ -33,18 +33,6 @@ class ExpertNames:
         return name.replace(f".{_IN_MEMORY}.", f".{self.block}.", 1) if self.block != _IN_MEMORY else name
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertRows:
-    """Part of one expert's tensor."""
-
-    name: str
-    """Name in a file."""
-    shape: tuple[int, int]
-    """Shape of the whole tensor."""
-    rows: Any
-    """All rows, of the type that was split. Empty: they are not among those that were split."""
-
-
 _QWEN, _MIXTRAL = ExpertNames(), ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 _KINDS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), _QWEN),
@@ -104,8 +92,10 @@ def are_experts(name: str, shape: tuple[int, ...], kind: str | None) -> bool:
     return True
 
 
-def split_experts(name: str, shape: tuple[int, ...], first: int, rows: Any, names: ExpertNames) -> Iterator[ExpertRows]:
-    """Yield the tensors of each expert, in the order of the experts: all of them, if empty ones.
+def split_experts(
+    name: str, shape: tuple[int, ...], first: int, rows: Any, names: ExpertNames
+) -> Iterator[tuple[str, tuple[int, int], Any]]:
+    """Yield the tensors of each expert, in the order of the experts: name in a file, shape, and rows, all of them or an empty array.
 
     Args:
         name: name of the tensor in memory.
@@ -122,4 +112,4 @@ def split_experts(name: str, shape: tuple[int, ...], first: int, rows: Any, name
         has_it = 0 <= expert - first < len(rows)
         for number, projection in enumerate(projections):
             held = rows[expert - first, number * height : (number + 1) * height] if has_it else rows[:0].reshape(0, width)
-            yield ExpertRows(f"{names.in_file(stem)}.{expert}.{projection}.weight", (height, width), held)
+            yield f"{names.in_file(stem)}.{expert}.{projection}.weight", (height, width), held

@@ -48,14 +48,9 @@ def new_group() -> Any:
     return torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=_SECONDS))
 
 
-def host_copy(state: Mapping[str, Any], *, copied: str = "") -> dict[str, Any]:
-    """Return a state with this rank's shards in main memory.
-
-    Args:
-        state: tensors and other values by name.
-        copied: part of the names of tensors that are copied even from main memory. Empty: none are.
-    """
-    return {name: _host_copy(value, copy=bool(copied) and copied in name) for name, value in state.items()}
+def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return tensors and other values by name, with this rank's shards in main memory; adapters are copied even from there."""
+    return {name: _host_copy(value, copy=".lora_" in name) for name, value in state.items()}
 
 
 def _host_copy(value: Any, *, copy: bool) -> Any:
