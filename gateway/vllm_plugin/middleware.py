@@ -77,7 +77,7 @@ class SpangradMiddleware:
         self.first_version = int(os.environ[VERSION_VARIABLE])
         """Policy version of the weights that vLLM was started with."""
         path = os.environ.get(STATE_VARIABLE)
-        self.state = EngineState(self.first_version, Path(path) if path else None)
+        self.state = EngineState.of_file(Path(path)) if path else EngineState(version=self.first_version)
         self.model = os.environ[MODEL_VARIABLE]
         """Directory of the weights that vLLM was started with."""
         self.tokenizer_hash = tokenizer_hash(Path(self.model))
@@ -171,7 +171,7 @@ class SpangradMiddleware:
             "version": self.state.version,
             "tokenizer_hash": self.tokenizer_hash,
             "warm": self.state.warm,
-            "asleep": self.state.gate is Gate.ASLEEP,
+            "asleep": self.state.gate == Gate.ASLEEP,
             "model": "" if self.state.replaced else self.model,
             "dtype": str(scope["app"].state.vllm_config.model_config.dtype).removeprefix("torch."),
             "checksum": self.checksum,
@@ -294,7 +294,7 @@ class SpangradMiddleware:
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         await self._until_open()
-        if self.state.gate is Gate.REFUSE:
+        if self.state.gate == Gate.REFUSE:
             await _respond(send, 503, PAUSED)
             return
         try:

@@ -8,16 +8,13 @@ with its next request: the state is a file that all map into memory, and a field
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-import struct
 from enum import IntEnum
 from pathlib import Path
 
 STATE_VARIABLE = "SPANGRAD_ENGINE_STATE"
 """Environment variable with the path of the file."""
-_WORD = struct.Struct("<q")
-_VERSION, _GATE, _REPLACED, _WARM = range(4)
-_BYTES = 4 * _WORD.size
 
 
 class Gate(IntEnum):
@@ -32,61 +29,29 @@ class Gate(IntEnum):
     """They wait: the engine has given its memory away. After its wake-up they wait on, until its weights are compared or replaced."""
 
 
-class EngineState:
-    """The state, in a file's memory or in this process's own."""
+class EngineState(ctypes.Structure):
+    """The state, in this process's own memory or in a file's (`of_file`)."""
 
-    def __init__(self, version: int, path: Path | None = None) -> None:
-        """Map the file at `path`; without one, begin with `version` in this process's memory."""
-        self.shared = path is not None
-        """True if every API server of this vLLM has the same state."""
-        if path is None:
-            self._memory = mmap.mmap(-1, _BYTES)
-            self.version = version
-        else:
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _BYTES)
+    version: int
+    """Policy version that is served now."""
+    gate: int
+    """Treatment of calls that arrive, a `Gate`."""
+    replaced: bool
+    """True once it serves other weights than those it was started with."""
+    warm: bool
+    """True once the first requests were answered."""
+    _fields_ = (("version", ctypes.c_int64), ("gate", ctypes.c_int64), ("replaced", ctypes.c_bool), ("warm", ctypes.c_bool))
 
-    @property
-    def version(self) -> int:
-        """Policy version that is served now."""
-        return self._read(_VERSION)
+    shared = False
+    """True if every API server of this vLLM has the same state."""
 
-    @version.setter
-    def version(self, version: int) -> None:
-        self._write(_VERSION, version)
-
-    @property
-    def gate(self) -> Gate:
-        """Treatment of calls that arrive."""
-        return Gate(self._read(_GATE))
-
-    @gate.setter
-    def gate(self, gate: Gate) -> None:
-        self._write(_GATE, gate)
-
-    @property
-    def replaced(self) -> bool:
-        """True once it serves other weights than those it was started with."""
-        return bool(self._read(_REPLACED))
-
-    @replaced.setter
-    def replaced(self, replaced: bool) -> None:
-        self._write(_REPLACED, replaced)
-
-    @property
-    def warm(self) -> bool:
-        """True once the first requests were answered."""
-        return bool(self._read(_WARM))
-
-    @warm.setter
-    def warm(self, warm: bool) -> None:
-        self._write(_WARM, warm)
-
-    def _read(self, field: int) -> int:
-        return _WORD.unpack_from(self._memory, field * _WORD.size)[0]
-
-    def _write(self, field: int, value: int) -> None:
-        _WORD.pack_into(self._memory, field * _WORD.size, value)
+    @classmethod
+    def of_file(cls, path: Path) -> EngineState:
+        """Map a file of `write_state`."""
+        with path.open("r+b") as file:
+            state = cls.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(cls)))
+        state.shared = True
+        return state
 
 
 def write_state(path: Path, version: int) -> None:
@@ -94,4 +59,4 @@ def write_state(path: Path, version: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # In place of the old file, which a vLLM that still ends may have mapped.
     path.unlink(missing_ok=True)
-    path.write_bytes(_WORD.pack(version).ljust(_BYTES, b"\0"))
+    path.write_bytes(bytes(EngineState(version=version)))

@@ -343,7 +343,7 @@ async def test_middleware_orders_and_calls_end_with_a_dead_engine(
 async def test_middleware_state_of_an_engine_that_starts_again_is_new(servers: list[SpangradMiddleware], tmp_path: Path) -> None:
     await call(servers[0], "/update_weight_version", {"new_version": "7"})
     write_state(tmp_path / "state", 3)
-    assert (EngineState(3, tmp_path / "state").version, servers[1].state.version) == (3, 7), "one that still ends has the old one"
+    assert (EngineState.of_file(tmp_path / "state").version, servers[1].state.version) == (3, 7), "one that still ends has the old one"
 
 
 async def test_middleware_checksum_asks_every_replica(vllm: Vllm, middleware: SpangradMiddleware) -> None:
