@@ -8,28 +8,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+import msgspec
 
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.transfer import SenderAddress, Transfer
+from gateway.weights.transfer import SenderAddress, TransferAnswer
 from spangrad.errors import EngineError
 from spangrad.weights.adapters import PREFIX, AdapterFacts, adapter_facts
 from spangrad.weights.shards import EngineSums, difference
 
 
-class SyncMethod(Protocol):
+class SyncMethod:
     """A weight sync method, for one release and one engine."""
 
-    @property
-    def step(self) -> str:
-        """Name of the publication step that loads the weights."""
-        ...
-
-    @property
-    def part(self) -> str:
-        """Part of the engine's parameters that it loads, and that is read from memory afterwards: `all` or `adapter`."""
-        ...
+    step: str
+    """Name of the publication step that loads the weights."""
+    part = "all"
+    """Part of the engine's parameters that it loads, and that is read from memory afterwards: `all` or `adapter`."""
 
     async def check(self, backend: Backend) -> None:
         """Compare what takes long to compare, while the engine goes on answering.
@@ -37,7 +34,6 @@ class SyncMethod(Protocol):
         Raises:
             EngineError: the engine cannot load it, and holds what it held.
         """
-        ...
 
     async def prepare(self, backend: Backend) -> None:
         """Do the work on the paused engine that does not change its weights yet.
@@ -45,7 +41,6 @@ class SyncMethod(Protocol):
         Raises:
             EngineError: the engine cannot load it, and holds what it held.
         """
-        ...
 
     async def load(self, backend: Backend) -> None:
         """Have the engine load the weights.
@@ -53,22 +48,15 @@ class SyncMethod(Protocol):
         Raises:
             EngineError: it failed; only the checksum shows what the engine holds.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Reload:
+class Reload(SyncMethod):
     """Weight sync in which the engine reads a whole model from a directory."""
 
     path: str
-    step: str = "reload"
-    part: str = "all"
-
-    async def check(self, backend: Backend) -> None:
-        """Do nothing."""
-
-    async def prepare(self, backend: Backend) -> None:
-        """Do nothing."""
+    step = "reload"
 
     async def load(self, backend: Backend) -> None:
         """Replace all weights."""
@@ -76,7 +64,7 @@ class Reload:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class Adapter(SyncMethod):
     """Weight sync in which the engine reads an adapter in place of the one it has."""
 
     path: str
@@ -84,8 +72,8 @@ class Adapter:
     """Directory of the adapter's base model."""
     expected: EngineSums
     """Sums of the base and the adapter, as the engine must hold them."""
-    step: str = "adapter"
-    part: str = "adapter"
+    step = "adapter"
+    part = "adapter"
 
     async def check(self, backend: Backend) -> None:
         """Compare the engine's base with the adapter's: both were read once, since adapters leave the base as it is."""
@@ -95,12 +83,48 @@ class Adapter:
         if reason:
             raise EngineError(f"the engine's base is not {self.base}, which the version is of: {reason}. Start the engine with that model.")
 
-    async def prepare(self, backend: Backend) -> None:
-        """Do nothing."""
-
     async def load(self, backend: Backend) -> None:
         """Replace the adapter; vLLM drops the old one once it has the new one."""
         await backend.load_adapter(self.path)
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class Transfer(SyncMethod):
+    """Weight sync in which a sender transfers the weights to one engine."""
+
+    step = "transfer"
+
+    def __init__(self, sender: SenderAddress, dtype: str, *, whole: bool) -> None:
+        """Transfer weights in a dtype; `whole`: all words, though the engine may hold another version of them."""
+        self._sender = sender
+        self._dtype = dtype
+        self._whole = whole
+        self._update: dict[str, Any] = {}
+
+    async def prepare(self, backend: Backend) -> None:
+        """Connect engine and trainer; the engine is paused, since vLLM's workers wait for the trainer."""
+        assert backend.info
+        workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
+        connection = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "group": backend.group}
+        transfer = {**connection, "dtype": self._dtype, "whole": self._whole}
+        answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", transfer, TransferAnswer)
+        if answer.init is not None:
+            backend.group = ""
+            await backend.order("/shutdown_weight_transfer_engine", seconds=backend.seconds)
+            await backend.order("/init_weight_transfer_engine", {"init_info": answer.init}, backend.seconds)
+            backend.group = answer.group
+        self._update = answer.update
+
+    async def load(self, backend: Backend) -> None:
+        """Have the workers receive the weights; a transfer that is not finished leaves the engine broken."""
+        group, backend.group = backend.group, ""
+        await backend.order("/start_weight_update", seconds=backend.seconds)
+        await backend.order("/update_weights", {"update_info": self._update}, backend.seconds)
+        await backend.order("/finish_weight_update", seconds=backend.seconds)
+        backend.group = group
 
 
 def _base_of(sums: EngineSums) -> EngineSums:
