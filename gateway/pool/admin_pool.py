@@ -22,8 +22,8 @@ from gateway.pool.pool import BackendPool, BackendRefusedError
 from gateway.pool.sleeping import keep_policy_asleep, send_policy_to_sleep, send_to_sleep, wake_policy_up, wake_up
 from gateway.pool.upstream import BackendStatus, Upstream
 from gateway.proxy.http import error_response
-from gateway.weights.publication import CallsInFlight, InFlight, PublicationError
-from gateway.weights.release import Order, Publication, PublicationRequest, promote, publish, roll_back
+from gateway.weights.publication import PublicationError
+from gateway.weights.release import OrderRequest, Publication, PublicationRequest, promote, publish, roll_back
 from spangrad.errors import JSON_ERRORS, EngineError
 from spangrad.http.server import json_response
 from spangrad.settings import BackendSettings
@@ -68,19 +68,6 @@ class ClearedBackends(msgspec.Struct, frozen=True):
     """Backends that were removed."""
 
     removed: list[str]
-
-
-class OrderRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Order in which engines take a version that the gateway knows, and treatment of their calls in flight."""
-
-    order: Order = Order.ALL_AT_ONCE
-    in_flight: InFlight = InFlight.KEEP
-    drain_seconds: float | None = None
-
-    @property
-    def calls(self) -> CallsInFlight:
-        """Treatment of calls in flight."""
-        return CallsInFlight(self.in_flight, self.drain_seconds)
 
 
 class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -273,12 +260,12 @@ class PoolAdmin:
     async def promote(self, request: web.Request) -> web.Response:
         """Serve the canary's version everywhere."""
         order = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, order.order, order.calls)))
+        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, order)))
 
     async def roll_back(self, request: web.Request) -> web.Response:
         """Serve the version before."""
         order = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, order.order, order.calls)))
+        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, order)))
 
     async def _change(self, policy: Policy, change: Callable[[Policy], Coroutine[Any, Any, Publication]]) -> Publication:
         """Change the version that a policy serves, and count the publication."""

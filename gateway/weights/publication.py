@@ -46,7 +46,7 @@ class InFlight(StrEnum):
     """They end at once, with what they have sampled so far and finish reason `abort`."""
 
 
-class CallsInFlight(msgspec.Struct, frozen=True):
+class CallsInFlight(msgspec.Struct, frozen=True, kw_only=True):
     """Treatment of calls in flight, with its time limit."""
 
     in_flight: InFlight = InFlight.KEEP

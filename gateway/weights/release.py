@@ -17,7 +17,7 @@ import msgspec
 from gateway.pool.backend import Backend
 from gateway.pool.policy import Canary, Policy
 from gateway.pool.upstream import BackendStatus
-from gateway.weights.publication import CallsInFlight, Expected, InFlight, PublicationError, WeightsRelease, holds, put
+from gateway.weights.publication import CallsInFlight, Expected, PublicationError, WeightsRelease, holds, put
 from gateway.weights.transfer import SenderAddress
 from spangrad.errors import EngineError
 from spangrad.weights.shards import ChecksumScope, EngineSums
@@ -34,29 +34,25 @@ class Order(StrEnum):
     """One engine after the other, while the rest serve; it ends with the first engine if that fails."""
 
 
-class PublicationRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OrderRequest(CallsInFlight, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Order in which engines take a version that the gateway knows, and treatment of their calls in flight."""
+
+    order: Order = Order.ALL_AT_ONCE
+
+
+class PublicationRequest(OrderRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer's request to publish a version."""
 
     version: int
     path: str
     checksum: str = ""
     """Checksum of all words of its weights. Empty: engines must hold what the files hold, whatever that is."""
-    order: Order = Order.ALL_AT_ONCE
-    in_flight: InFlight = InFlight.KEEP
-    drain_seconds: float | None = None
-    """Longest wait of `drain`, in seconds; calls left then continue as with `keep`. None: the time limit of a call, after
-    which the publication fails."""
     canary: float | None = None
     """Share of the rollouts that one engine serves with the version until it is promoted or rolled back. None: all engines serve it."""
     sender: SenderAddress | None = None
     """Trainer that sends the weights to the engines. None: they read them from `path`, as any engine does that needs them later."""
     again: bool = False
     """Publish a version that was rolled back, or that is older than what is served."""
-
-    @property
-    def calls(self) -> CallsInFlight:
-        """Treatment of calls in flight."""
-        return CallsInFlight(self.in_flight, self.drain_seconds)
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -100,14 +96,14 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         if request.canary is not None:
             await _send_canary(policy, release, expected, request, todo)
         else:
-            await _put_into(policy, todo, release, expected, request.order, request.calls)
+            await _put_into(policy, todo, release, expected, request.order, request)
             policy.served(release)
             _withdraw_outdated(policy)
         took = [policy.canary.backend] if policy.canary else todo
         return _publication(policy, release, time.monotonic() - began, took)
 
 
-async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
+async def promote(policy: Policy, request: OrderRequest) -> Publication:
     """Have all engines serve what the canary serves.
 
     Raises:
@@ -126,14 +122,14 @@ async def promote(policy: Policy, order: Order, calls: CallsInFlight) -> Publica
         policy.served(canary.release)
         try:
             if todo:
-                await _put_into(policy, todo, canary.release, expected, order, calls)
+                await _put_into(policy, todo, canary.release, expected, request.order, request)
         except EngineError as error:
             log.warning("only the canary serves version %d: %s", canary.release.version, error)
         _withdraw_outdated(policy)
         return _publication(policy, canary.release, time.monotonic() - began)
 
 
-async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publication:
+async def roll_back(policy: Policy, request: OrderRequest) -> Publication:
     """Serve what was served before: before the canary, before a publication that left no engine up, else before the newest version.
 
     Raises:
@@ -156,7 +152,7 @@ async def roll_back(policy: Policy, order: Order, calls: CallsInFlight) -> Publi
         withdrawn = [policy.canary.release.version] if policy.canary else [past.version for past in policy.releases[-1:] if newest]
         try:
             if todo:
-                await _put_into(policy, todo, release, expected, order, calls)
+                await _put_into(policy, todo, release, expected, request.order, request)
         except EngineError as error:
             if len(todo) == len(engines):
                 raise
@@ -253,7 +249,7 @@ async def _send_canary(
     # Before it serves: calls that wait meanwhile go to it only if they are its own.
     policy.canary = Canary(first, release, share)
     try:
-        await _put_into(policy, [first], release, expected, Order.ROLLING, request.calls)
+        await _put_into(policy, [first], release, expected, Order.ROLLING, request)
     except BaseException:
         policy.canary = None
         raise

@@ -81,9 +81,9 @@ async def test_publish_adapter_replaces_previous_and_rollback_ends_at_bare_base(
 async def test_publish_adapter_checksum_of_base_is_read_once(base: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, tensors = list[Path](), checksums._tensors
 
-    def counted(directory: Path) -> Any:
-        read.append(directory)
-        return tensors(directory)
+    def counted(files: list[Path]) -> Any:
+        read.extend(file.parent for file in files)
+        return tensors(files)
 
     monkeypatch.setattr(checksums, "_tensors", counted)
     async with staged(engine_of(base)) as stage:
