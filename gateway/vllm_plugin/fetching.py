@@ -214,7 +214,7 @@ class _Connections:
             connection.close()
 
     def _connection(self, rank: int) -> http.client.HTTPConnection:
-        held: dict[int, http.client.HTTPConnection] = self._local.__dict__
+        held: dict[int, http.client.HTTPConnection] = self._local.__dict__.setdefault("connections", {})
         if rank not in held:
             parts = urlsplit(self._ranks[rank].url)
             held[rank] = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SECONDS)

@@ -78,7 +78,7 @@ class Cluster:
         """Connect; restart a private cluster where a busy machine took longer than Ray's limit of 30 s."""
         import ray
 
-        own = {
+        own: dict[str, Any] = {
             "include_dashboard": False,
             "num_cpus": self._settings.workers.per_node,
             "object_store_memory": _OBJECT_STORE_BYTES,

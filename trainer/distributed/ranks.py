@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from tensordict import NonTensorData, TensorDict
 from torch.nn.utils.rnn import pad_sequence
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 
 from trainer.distributed.row_queue import PER_ROW, attach
-from trainer.optim.rank import MESH, ModelRole
+from trainer.optim.rank import MESH, ModelRole, on_every_rank
 from trainer.optim.rows import scalars, unpadded
 from trainer.optim.verl_worker import ActorWorker, CriticWorker
 
@@ -29,12 +29,12 @@ _METRICS: dict[str, float] = {}
 class QueueActor(ActorWorker):
     """Worker of the policy, in charge of all models of its process; or of the reference."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def init_model(self) -> None:
         """Load the weights."""
         _MODELS[ModelRole.REFERENCE if self._is_ref else ModelRole.POLICY] = self.load_models()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def take_charge(self, controller: Any) -> None:
         """Take charge of all models of the process, which are loaded.
 
@@ -61,7 +61,7 @@ class QueueActor(ActorWorker):
         """Pass rows of the queue forward and backward through the policy, and keep their gradients for `apply`; collective."""
         return _passed(self.accumulate, data)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def pass_metrics(self) -> dict[str, float]:
         """Return verl's metrics of the last pass."""
         return _METRICS
@@ -70,7 +70,7 @@ class QueueActor(ActorWorker):
 class QueueCritic(CriticWorker):
     """Worker of the critic."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def reset(self) -> None:
         """Load the weights, with a new head."""
         self.load_models()

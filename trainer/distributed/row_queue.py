@@ -55,7 +55,8 @@ class RowQueue:
         """
         if not cls._users:
             settings = OmegaConf.create({"metrics": {"enabled": False}, "controller": {}}, flags={"allow_objects": True})
-            controller = TransferQueueController.options(num_cpus=0).remote(sampler=SequentialSampler(), polling_mode=False)
+            controller_class: Any = TransferQueueController
+            controller = controller_class.options(num_cpus=0).remote(sampler=SequentialSampler(), polling_mode=False)
             storage = {"total_storage_size": None, "required_node_resource": None, "ssd_offload": None, "_run_id": uuid.uuid4().hex}
             places = get_node_round_robin_scheduling_strategies(nodes)
             units = {
@@ -124,7 +125,7 @@ def attach(controller: Any) -> None:
     """Make this process a client of the queue, a trainer or a rank."""
     from verl.utils import transferqueue_utils
 
-    interface._TQ_CONTROLLER = controller
+    interface._TQ_CONTROLLER = controller  # pyright: ignore[reportPrivateUsage]  # without it the client would look for one by name
     transfer_queue.init()
     transferqueue_utils.TQ_INITIALIZED = True
 

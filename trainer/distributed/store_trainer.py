@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -28,14 +27,22 @@ from trainer.optim.rank import MESH
 from trainer.optim.verl_config import MODE
 from trainer.optim.workers import Passed, PassKind
 
+_PASSES = {
+    (PassKind.INFER, "policy"): ("actor_rollout_wg", "compute_log_prob"),
+    (PassKind.INFER, "reference"): ("ref_policy_wg", "compute_ref_log_prob"),
+    (PassKind.INFER, "critic"): ("critic_wg", "infer_batch"),
+    (PassKind.ACCUMULATE, "policy"): ("actor_rollout_wg", "accumulate_rows"),
+    (PassKind.TRAIN, "critic"): ("critic_wg", "train_batch"),
+}
+"""Worker group of verl's, and its method, for each pass of a model."""
 
-@register_trainer(MODE)
+
 class StoreTrainer(PPOTrainer):
     """Trainer whose batches come from the span store."""
 
     _enable_hybrid_replicas = False
-    ref_in_actor = property(lambda _: False, lambda *_: None)
-    """False: a reference is a model of its own beside adapters too, as it may be another than their base."""
+    replay_buffer: Any
+    """`LeasedRows` of the step's batch."""
 
     def __init__(self, config: Any, cluster: Cluster, groups: type[RayWorkerGroup]) -> None:
         """Start nothing yet.
@@ -48,17 +55,10 @@ class StoreTrainer(PPOTrainer):
         self._cluster, self._groups = cluster, groups
         self._phases: StepPhases | None = None
         super().__init__(config)
-        self._passes = {
-            (PassKind.INFER, "policy"): lambda rows: self.actor_rollout_wg.compute_log_prob(rows),
-            (PassKind.INFER, "reference"): lambda rows: self.ref_policy_wg.compute_ref_log_prob(rows),
-            (PassKind.INFER, "critic"): lambda rows: self.critic_wg.infer_batch(rows),
-            (PassKind.ACCUMULATE, "policy"): lambda rows: self.actor_rollout_wg.accumulate_rows(rows),
-            (PassKind.TRAIN, "critic"): lambda rows: self.critic_wg.train_batch(rows),
-        }
 
     def init(self) -> None:
         """Start the ranks and load their models."""
-        with _replaced(trainer_base, RayWorkerGroup=self._groups, LLMServerManager=_NO_SERVERS):
+        with _replaced(trainer_base, RayWorkerGroup=self._groups, LLMServerManager=_NoServers):
             super().init()
 
     def train(self, phases: StepPhases) -> None:
@@ -76,7 +76,8 @@ class StoreTrainer(PPOTrainer):
     def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
         """Pass rows of the step's batch through a model."""
         rows = self._balance_batch(self.replay_buffer.metadata(batch, role, *outputs, **flags), {})
-        self._passes[kind, role](rows)
+        group, method = _PASSES[kind, role]
+        getattr(getattr(self, group), method)(rows)
         return Passed(self.actor_rollout_wg.pass_metrics()[0], self.replay_buffer.outputs(batch, *outputs))
 
     @property
@@ -86,6 +87,15 @@ class StoreTrainer(PPOTrainer):
         if MESH not in group._dispatch_info:
             group._dispatch_info[MESH] = group._query_dispatch_info(MESH)
         return max(group._dispatch_info[MESH]) + 1
+
+    @property
+    def ref_in_actor(self) -> bool:
+        """Return False: a reference is a model of its own beside adapters too, as it may be another than their base."""
+        return False
+
+    @ref_in_actor.setter
+    def ref_in_actor(self, value: bool) -> None:
+        """Leave it so, whatever verl derives from its configuration."""
 
     # verl's hooks.
 
@@ -180,8 +190,18 @@ class _ReservedPools(ResourcePoolManager):
         """Do nothing: `Cluster.reserve` checks, for CPUs as well."""
 
 
-_NO_SERVERS = SimpleNamespace(create_empty=lambda **_: SimpleNamespace(get_replicas=list))
-"""Manager of verl's inference servers, of which there are none."""
+register_trainer(MODE)(StoreTrainer)
+
+
+class _NoServers:
+    """Manager of verl's inference servers, of which there are none."""
+
+    @classmethod
+    def create_empty(cls, **_: Any) -> _NoServers:
+        return cls()
+
+    def get_replicas(self) -> list[Any]:
+        return []
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
-from verl.single_controller.ray.base import RayWorkerGroup, _unwrap_ray_remote
+from verl.single_controller.ray.base import RayWorkerGroup, _unwrap_ray_remote  # pyright: ignore[reportPrivateUsage]
 
 from spangrad.errors import SpangradError, TrainerError
 from trainer.optim.process import RENDEZVOUS
@@ -147,4 +147,5 @@ def _write_beside(rank_class: Any) -> None:
     """Have files written in a thread of their own, beside the passes of the next step."""
     raw = _unwrap_ray_remote(rank_class.cls)
     ray.method(concurrency_group=_FILES)(raw.actor_write)
-    rank_class.cls = ray.remote(concurrency_groups={_FILES: 1})(raw)
+    remote: Any = ray.remote
+    rank_class.cls = remote(concurrency_groups={_FILES: 1})(raw)

@@ -7,7 +7,7 @@ no profiler ranges), and collectives go over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,7 +68,7 @@ class _PlatformCpu(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> str:
+    def current_device(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch takes a CPU by name
         return "cpu"
 
     def device_count(self) -> int:
@@ -102,7 +102,7 @@ class _PlatformCpu(PlatformBase):
         return "CPU_VISIBLE_DEVICES"
 
     @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
+    def nvtx_range(self, msg: str) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # verl does not type it
         """Do nothing: there are no profiler ranges."""
         yield
 

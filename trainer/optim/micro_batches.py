@@ -9,7 +9,7 @@ verl's own partition bounds the sum of tokens, the size of a packed forward pass
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spangrad.errors import TrainerError
@@ -48,7 +48,7 @@ def split_to(parts: list[list[int]], count: int, units: Sequence[int] | None = N
         TrainerError: there are fewer units than that.
     """
     parts = [list(part) for part in parts]
-    unit_of = (lambda row: row) if units is None else units.__getitem__
+    unit_of: Callable[[int], int] = (lambda row: row) if units is None else units.__getitem__
     while len(parts) < count:
         cuts = [(len(part), at, _middle(part, unit_of)) for at, part in enumerate(parts)]
         _, at, middle = max((cut for cut in cuts if cut[2]), default=(0, 0, 0))
@@ -61,7 +61,7 @@ def split_to(parts: list[list[int]], count: int, units: Sequence[int] | None = N
     return parts
 
 
-def _middle(part: Sequence[int], unit_of: Any) -> int:
+def _middle(part: Sequence[int], unit_of: Callable[[int], int]) -> int:
     """Return the place nearest the middle of a micro-batch where one unit ends; 0: it holds one unit alone."""
     boundaries = [at for at in range(1, len(part)) if unit_of(part[at - 1]) != unit_of(part[at])]
     return min(boundaries, key=lambda at: abs(2 * at - len(part)), default=0)
@@ -77,7 +77,7 @@ def bound_padded_micro_batches() -> None:
 
     def prepare(data: Any, dp_group: Any = None, **options: Any) -> tuple[list[Any], list[list[int]]]:
         lengths = data["input_ids"].offsets().diff().tolist()
-        size = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)  # such as the two rows of a preference
+        size: Any = tu.get_non_tensor_data(data=data, key="force_group_size", default=1)  # such as the two rows of a preference
         units = [row // size for row in range(len(lengths))]
         parts = padded_partition(lengths, int(data["max_token_len_per_gpu"]), units)
         if dp_group is not None:
@@ -86,4 +86,4 @@ def bound_padded_micro_batches() -> None:
             parts = split_to(parts, int(count), units)
         return [tu.index_select_tensor_dict(data, part) for part in parts], parts
 
-    transformer_impl.prepare_micro_batches = prepare
+    transformer_impl.prepare_micro_batches = prepare  # pyright: ignore[reportPrivateImportUsage]

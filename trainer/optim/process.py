@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Literal
@@ -55,7 +55,8 @@ def prepare_process() -> str:
     _silence_torch()
     if not torch.distributed.is_initialized():
         # A group of one needs no rendezvous over a port.
-        torch.distributed.init_process_group(_BACKENDS[device], store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        torch.distributed.init_process_group(_BACKENDS[device], store=store, rank=0, world_size=1)
     return device
 
 
@@ -171,7 +172,7 @@ def _silence_torch() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> Generator[None]:
     """Keep verl's prints and third parties' deprecation warnings from the user's terminal; errors and our own log lines pass."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
         warnings.simplefilter("ignore")

@@ -9,8 +9,9 @@ verl is imported with this module, so `trainer.optim.process.choose_platform` co
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from trainer.publish.shared_file import FilePart, sums_of_parts, write_parts
 
 MESH = "actor"
 """Name of verl's device mesh of the policy, by which rows are divided among ranks."""
+on_every_rank: Callable[[Any], Any] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
+"""Decorator of a method that verl's worker group calls on every rank, with the same arguments."""
 
 
 class ModelRole(StrEnum):
@@ -85,7 +88,7 @@ class Rank:
         for role in models:
             self._times.watch(self._engine(role))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def begin_step(self, held_versions: int, undoable: bool) -> None:
         """Copy the weights that `end_step` keeps for later versions' checks and the state that `undo_step` restores.
 
@@ -100,7 +103,7 @@ class Rank:
         copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def end_step(self) -> None:
         """Hold the weights from the start of the step, as those of the previous version, and move the schedule to the step's end.
 
@@ -113,7 +116,7 @@ class Rank:
             self._earlier.hold(self._before[ModelRole.POLICY].weights)
         self._before = {}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def hold_weights(self, directory: Path, held_versions: int) -> None:
         """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective.
 
@@ -134,7 +137,7 @@ class Rank:
         finally:
             snapshots.restore(engine, own)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def load_weights(self, directory: Path) -> None:
         """Give the policy the weights of a checkpoint, and leave all else as it is; collective.
 
@@ -154,19 +157,19 @@ class Rank:
             for part in parts:
                 files.read(part)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def offload(self) -> None:
         """Move the models and their moments to main memory, and give the device's memory back; collective."""
         for role in self._models:
             moved.off_device(self._engine(role), self._device)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def load_back(self) -> None:
         """Move what `offload` moved to the device again; collective."""
         for role in self._models:
             moved.to_device(self._engine(role), self._device)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def undo_step(self) -> None:
         """Clear gradients, and restore the copies of `begin_step`."""
         for role, model in self._models.items():
@@ -188,7 +191,7 @@ class Rank:
         with quiet(), self._times.forward_and_backward():
             return staged_step.accumulate(self._models[ModelRole(tu.pop(rows, "role"))], rows)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def apply(self, role: str) -> float:
         """Step a model by the gradients of `accumulate`; collective. Return the gradient's norm."""
         with quiet():
@@ -201,7 +204,7 @@ class Rank:
         with quiet(), self._with_weights_of(role, behind):
             return self._models[role].infer_batch(rows)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def pass_times(self) -> dict[str, float]:
         """Return the seconds of the step's passes (`PassTimes.take`)."""
         return self._times.take()
@@ -224,7 +227,7 @@ class Rank:
     def _weight_parts(self) -> list[FilePart]:
         return [host_part(part.name, part.shape, part.first, part.words, copy=True) for part in self._parts()]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def serve_parts(self) -> list[RankAddress]:
         """Serve this rank's own parts of the policy's weights to engines, from now on; collective. Return the addresses of all ranks."""
         if self._sender is None:
@@ -247,7 +250,7 @@ class Rank:
     def _written_parts(self, directory: Path) -> Iterator[FilePart]:
         return written_parts(directory, self.world_size, self.rank)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def save_weights(self, directory: Path) -> None:
         """Write the policy's parameters, each rank its own; collective."""
         self._write_weights(directory, self._weight_parts())
@@ -255,7 +258,7 @@ class Rank:
     def _write_weights(self, directory: Path, parts: Sequence[FilePart]) -> None:
         write_parts(directory / weights_file(self._settings), parts, {"format": "pt"}, first=self.rank == 0)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def weight_sums(self) -> dict[str, TensorSums]:
         """Return the sums of this rank's parts of the policy's parameters; collective."""
         sums: dict[str, TensorSums] = {}
@@ -263,7 +266,7 @@ class Rank:
             sums |= sums_of_parts([host_part(part.name, part.shape, part.first, part.words, copy=False)])
         return sums
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def collect(self, order: Any, with_state: bool) -> None:
         """Copy to main memory what `write` writes of this rank's; collective.
 
@@ -276,7 +279,7 @@ class Rank:
         """
         self._collected = self._weight_parts(), self._state(order) if with_state else None
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def write(self, directory: Path) -> dict[str, TensorSums]:
         """Write what was collected, and free it, beside other calls; return the sums of this rank's parts of the weights."""
         assert self._collected is not None
@@ -299,7 +302,7 @@ class Rank:
             state |= sharded_state.named(_WEIGHTS[ModelRole.CRITIC], self._engine(ModelRole.CRITIC).module.state_dict())
         return sharded_state.host_copy(state)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def load_state(self, directory: Path) -> Any:
         """Read this rank's shards of the state that any number of workers wrote; collective.
 
@@ -331,7 +334,7 @@ class Rank:
         _set_random_state(sharded_state.under(own, state))
         return facts["order"]
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @on_every_rank
     def load_adapters(self, directory: Path) -> None:
         """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
 
@@ -355,7 +358,7 @@ class Rank:
         Raises:
             CheckpointError: the state cannot be read, or has other adapters than the settings.
         """
-        facts = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
+        facts: dict[str, Any] = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
         sharded_state.read(files, facts, self._files)
         adapted = {name: entry.shape for name, entry in sharded_state.under(_WEIGHTS[ModelRole.POLICY], held).items() if entry}
         parameters = self._engine(ModelRole.POLICY).module.state_dict()
@@ -372,7 +375,11 @@ class Rank:
 
 def _hold_after(schedule: Any, steps: int) -> None:
     """Hold a schedule's rates from so many optimizer steps on: the half of a cosine that follows would raise them again."""
-    schedule.lr_lambdas = [lambda step, factor=factor: factor(min(step, steps)) for factor in schedule.lr_lambdas]
+    schedule.lr_lambdas = [functools.partial(_held, factor, steps) for factor in schedule.lr_lambdas]
+
+
+def _held(factor: Callable[[int], float], steps: int, step: int) -> float:
+    return factor(min(step, steps))
 
 
 def _set_position(schedule: Any, steps: int) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from trainer.data.batch import Batch
 
 
-def tensordict(batch: Batch, *, role: str, **flags: bool | int) -> Any:
+def tensordict(batch: Batch, *, role: str, **flags: Any) -> Any:
     """Return verl's jagged layout of a batch, with one temperature per row.
 
     Args:

@@ -14,7 +14,7 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ _SEED = 0
 gc.freeze()
 
 
-class ActorWorker(Rank, ActorRolloutRefWorker):
+class ActorWorker(Rank, ActorRolloutRefWorker):  # pyright: ignore[reportIncompatibleVariableOverride]  # properties of verl's
     """Worker of the policy, whose `Rank` is in charge of all models of its process; or of the reference."""
 
     def __init__(self, config: Any, role: str, **options: Any) -> None:
@@ -79,7 +79,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):
         _prepare(self._device, packed=self.config.model.use_remove_padding)
         with quiet(), _same_random_numbers(), each_rank_reads_its_rows():
             ActorRolloutRefWorker.init_model(self)
-        model = self.ref if self._is_ref else self.actor
+        model: Any = self.ref if self._is_ref else self.actor
         assert model is not None
         compute_head_in_float32(model.engine.module)
         keep_trained_logits(model.engine)
@@ -166,7 +166,7 @@ def _register_cpu_engine() -> None:
 
 
 @contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers() -> Generator[None]:
     """Seed PyTorch equally in every process, since adapters and a critic's head begin with random numbers."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(_SEED)
@@ -174,7 +174,7 @@ def _same_random_numbers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _value_head() -> Iterator[None]:
+def _value_head() -> Generator[None]:
     """Load value models as verl loads policies; its own loader always uses flash attention, against the configuration."""
     import transformers
     from verl.utils import model as verls

@@ -58,7 +58,8 @@ def loss_of(objective: Objective) -> Any:
     from verl.workers.utils.losses import sft_loss
 
     if objective.method == "sft":
-        return functools.partial(sft_loss, None)
+        unread: Any = None
+        return functools.partial(sft_loss, unread)
     return functools.partial(dpo_loss, objective.beta, objective.label_smoothing)
 
 

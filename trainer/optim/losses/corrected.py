@@ -87,8 +87,8 @@ def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], di
 
     assert batch.old_logprobs is not None
     tokens = RolloutTokens.of(batch)  # without no-op rows, which would count in the means of the metrics
-    padded = (torch.from_numpy(tokens.scatter(values)) for values in (batch.old_logprobs, batch.logprobs, batch.response_mask))
-    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(*padded, **correction_of(settings))
+    old, sampled, trained = (torch.from_numpy(tokens.scatter(of)) for of in (batch.old_logprobs, batch.logprobs, batch.response_mask))
+    weights, kept, metrics = compute_rollout_correction_and_rejection_mask(old, sampled, trained, **correction_of(settings))
     mask = tokens.gather(kept.numpy()).astype(np.int64)
     changes: dict[str, Any] = {"response_mask": mask, "advantages": batch.advantages * mask.astype(np.float32)}
     if weights is not None:
@@ -125,17 +125,18 @@ def _bypass_mode(verl: Any, **facts: Any) -> tuple[Any, dict[str, Any]]:
 
     Weights that are given are those of a correction by rollouts (`rollout_losses`), in place of the one by rows within verl's.
     """
-    from verl.trainer.ppo.core_algos import compute_policy_loss_reinforce, compute_policy_loss_vanilla
+    from verl.trainer.ppo import core_algos
 
+    losses: Any = core_algos
     if facts["rollout_is_weights"] is not None:
         if facts["config"].policy_loss.rollout_correction.loss_type == "ppo_clip":
-            return compute_policy_loss_vanilla(**facts)
-        return compute_policy_loss_reinforce(rollout_log_prob=facts.pop("old_log_prob"), **facts)
+            return losses.compute_policy_loss_vanilla(**facts)
+        return losses.compute_policy_loss_reinforce(rollout_log_prob=facts.pop("old_log_prob"), **facts)
     mask = facts["response_mask"]
     return verl(**{**facts, "response_mask": mask if mask.any() else ~mask})
 
 
-_WRAPS = {"geo_mean": _geo_mean, "bypass_mode": _bypass_mode}
+_WRAPS: dict[str, Any] = {"geo_mean": _geo_mean, "bypass_mode": _bypass_mode}
 
 
 @functools.cache
