@@ -77,7 +77,9 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
         image = policy.image
         private = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
         assigned = private if image is None else {**image.variables, **private}
-        launch = SandboxLaunch(engine.prefix, tuple(sandbox.variables), assigned, (relay.descriptor,), has_image=image is not None)
+        # The launcher of bubblewrap alone uses the relay's socket, and closes it before the agent's program begins.
+        inherited = (relay.descriptor,) if engine.rung is SandboxRung.BUBBLEWRAP else ()
+        launch = SandboxLaunch(engine.prefix, tuple(sandbox.variables), assigned, inherited, has_image=image is not None)
         yield AgentSandbox(SandboxFacts(engine.rung, image.digest if image else ""), launch)
 
 

@@ -16,6 +16,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -72,18 +73,20 @@ class ServiceRelay:
                 descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
             elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                 pid = _CREDENTIALS.unpack(payload)[0]
-        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        targets = [self._services.get(int(port)) for port in data.decode().split(",")]
         try:
-            if len(listeners) != len(targets):
+            targets = [self._services.get(int(port)) for port in data.decode().split(",")]
+            if len(descriptors) != len(targets):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if not all(stat.S_ISSOCK(os.fstat(descriptor).st_mode) for descriptor in descriptors):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK))
             lifetime = os.pidfd_open(pid)
-        except OSError as error:
-            if error.errno != errno.ESRCH:  # otherwise it has ended
-                _logger.warning("process %d of a sandbox reaches no services: %s. %s", pid, error.strerror, _REMEDY)
-            for listener in listeners:
-                listener.close()
+        except (OSError, ValueError) as error:
+            if not isinstance(error, ProcessLookupError):  # otherwise it has ended
+                _logger.warning("process %d of a sandbox reaches no services: %s. %s", pid, error, _REMEDY)
+            for descriptor in descriptors:
+                os.close(descriptor)
             return
+        listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         task = asyncio.create_task(self._serve(list(zip(listeners, targets, strict=True)), lifetime))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -190,6 +190,17 @@ async def test_agent_exit_code_and_missing_program_differ(rung: SandboxRung, pub
     assert "its program not found in it: " in missing.detail
 
 
+@pytest.mark.parametrize("rung", RUNGS)
+async def test_agent_in_a_sandbox_inherits_no_descriptor(rung: SandboxRung, public_directory: Path, tmp_path: Path) -> None:
+    count = "count=0; for number in {3..99}; do true <&$number && count=$((count + 1)); done; echo $count"
+    try:
+        async with stage(tmp_path, CommandAgent(("bash", "-c", count), directory=public_directory), engine=rung) as (runner, _):
+            (outcome,) = await run(runner, None)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert (outcome.failure, outcome.reward) == (None, {"reward": 0.0})
+
+
 async def test_task_that_demands_a_stronger_sandbox_is_refused(tmp_path: Path) -> None:
     agent = CommandAgent(("sh", "-c", "touch ran; echo 1.0"), directory=tmp_path)
     task = Task("careful", None, least_sandbox=SandboxRung.LANDLOCK)

@@ -59,5 +59,21 @@ async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytes
             socket.send_fds(sandbox, [b"1,2"], [listener.fileno()])
             await until(lambda: is_true(caplog.records))
             assert open_files() == before
-    assert f"process {os.getpid()} of a sandbox reaches no services: Too many open files." in caplog.text
+    assert f"process {os.getpid()} of a sandbox reaches no services: [Errno 24] Too many open files." in caplog.text
+    assert failures == []
+
+
+@pytest.mark.parametrize(("ports", "reason"), [(b"1", "Socket operation on non-socket"), (b"x", "invalid literal")])
+async def test_service_relay_what_is_no_listener_is_closed(
+    ports: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
+    async with ServiceRelay({1: ("127.0.0.1", 1)}) as relay:
+        with socket.socket(fileno=os.dup(relay.descriptor)) as sandbox, (tmp_path / "file").open("w") as file:
+            before = open_files()
+            socket.send_fds(sandbox, [ports], [file.fileno()])
+            await until(lambda: is_true(caplog.records or failures))
+            assert open_files() == before
+    assert reason in caplog.text
     assert failures == []
