@@ -92,9 +92,8 @@ def require_narrow(policy: SandboxPolicy) -> None:
     Raises:
         SandboxError: the working directory, or a readable one, holds the user's home, or the root of the machine.
     """
-    home = Path.home()
     for path in (policy.directory, *policy.readable):
-        if path == home or path in home.parents:
+        if _holds_home(path):
             raise SandboxError(
                 f"a sandbox would show its program all of {path}, the home directory of this user included. "
                 "Start the agent from a directory of its own (--directory), or name narrower ones in runner.sandbox.readable."
@@ -128,7 +127,14 @@ def interpreter_paths(program: Path) -> Iterator[Path]:
         if (home := _HOME.search(configuration.read_text())) is not None:
             yield Path(home[1]).resolve().parent
     resolved = program.resolve()
-    yield resolved.parent.parent if resolved.parent.name == "bin" else resolved
+    prefix = resolved.parent.parent
+    yield prefix if resolved.parent.name == "bin" and not _holds_home(prefix) else resolved
+
+
+def _holds_home(path: Path) -> bool:
+    """Return whether a directory is the user's home, or above it, as the root of the machine is."""
+    home = Path.home()
+    return path == home or path in home.parents
 
 
 def is_open_to_others(path: Path) -> bool:

@@ -92,7 +92,7 @@ class RemoteSandbox:
                 raise SandboxRequestError(f"no directory can be created on the server: {created['stderr'].strip()}")
             self.home = created["stdout"].strip()
             self.directory = f"{self.home}/directory"
-            await self._upload(self.directory, await asyncio.to_thread(_zipped, self._source), unzip=True)
+            await self._upload(self.directory, await asyncio.to_thread(zipped, self._source), unzip=True)
         except SandboxRequestError as error:
             await self._session.close()
             raise SandboxError(f"the sandbox of {without_userinfo(self._server.url)} did not start: {error}") from None
@@ -231,10 +231,10 @@ class RemoteSandbox:
             await session.close()
 
 
-def _zipped(directory: Path) -> bytes:
+def zipped(directory: Path) -> bytes:
     """Return the regular files below a directory as a zip archive, links left out."""
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for path in sorted(directory.rglob("*")):
             if path.is_file() and not path.is_symlink():
                 archive.write(path, path.relative_to(directory))

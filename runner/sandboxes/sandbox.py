@@ -21,7 +21,7 @@ from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.images import UnpackedImage
 from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
-from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProcess, feed, read_all
+from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProcess, end_program, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
@@ -55,7 +55,8 @@ class Sandbox:
         """Answers that are waited for, by number of the request; with the exit code of the program that it starts, if it does."""
         self._ends: dict[int, asyncio.Future[int]] = {}
         """Exit codes of programs that run, by process."""
-        self._servers: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Ports that are served, and programs that are being ended."""
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the supervisor answers; failed if the sandbox ended before."""
         asyncio.get_running_loop().add_reader(control, self._receive)
@@ -82,13 +83,16 @@ class Sandbox:
             self.ready.set_result(None)
         else:
             answer, ended = self._answers.pop(int(kind), (None, None))
-            if answer is None or answer.done():
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                return
             if ended is not None and fields[0] == "ok":  # here, since its end may be the next message
                 self._ends[int(fields[1])] = ended
-            answer.set_result((fields, descriptors))
+            if answer is not None and not answer.done():
+                answer.set_result((fields, descriptors))
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if ended is not None and fields[0] == "ok":  # its starter was cancelled meanwhile
+                self._tasks.add(task := asyncio.create_task(end_program(self, int(fields[1]), ended)))
+                task.add_done_callback(self._tasks.discard)
 
     def _fail(self) -> None:
         """Answer all that wait: the sandbox has ended."""
@@ -112,8 +116,7 @@ class Sandbox:
         Raises:
             SandboxRequestError: the sandbox has ended, the request cannot be sent, or it failed inside.
         """
-        number = next(self._ids)
-        request = _message(number, do, arguments)
+        request = _message(number := next(self._ids), do, arguments)
         try:
             await self._send(request, descriptors)
         except OSError as error:
@@ -281,7 +284,7 @@ class Sandbox:
             raise SandboxRequestError(f"a sandbox of {self.rung} has no network of its own: nothing in it listens. Use bubblewrap.")
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
-        self._servers.append(asyncio.create_task(self._serve_port(listener, port)))
+        self._tasks.add(asyncio.create_task(self._serve_port(listener, port)))
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def _serve_port(self, listener: socket.socket, port: int) -> None:
@@ -299,9 +302,9 @@ class Sandbox:
 
     async def stop(self) -> None:
         """End all programs and the sandbox; idempotent."""
-        for server in self._servers:
-            server.cancel()
-        await asyncio.gather(*self._servers, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._control.fileno() >= 0:
             self._fail()
             self._control.close()
@@ -386,8 +389,10 @@ def _message(number: int, do: str, arguments: Sequence[object]) -> bytes:
         raise SandboxRequestError(f"{do} in the sandbox: {unusable[:100]!r} has a character that no path, word or variable can have.")
     message = supervisor.SEPARATOR.join(fields)
     if len(message) > supervisor.MESSAGE_BYTES:
-        most = f"{supervisor.MESSAGE_BYTES:,}"
-        raise SandboxRequestError(f"{do} in the sandbox: a request has {len(message):,} bytes, at most {most}. Write long words to a file.")
+        most = supervisor.MESSAGE_BYTES
+        raise SandboxRequestError(
+            f"{do} in the sandbox: a request has {len(message):,} bytes, at most {most:,}. Write long words to a file."
+        )
     return message
 
 

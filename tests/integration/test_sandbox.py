@@ -78,6 +78,29 @@ async def test_run_cancelled_ends_its_program_and_keeps_no_exit_code(sandbox: Sa
     assert failures == []
 
 
+async def test_run_cancelled_while_its_program_starts_ends_it(sandbox: Sandbox) -> None:
+    running = asyncio.create_task(sandbox.run(["sleep", "86417"]))
+    while not sandbox._answers:
+        await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await sandbox.run(["true"])  # its start follows that of the other
+    await until(lambda: is_true(not _running("sleep", "86417")))
+    assert sandbox._ends == {}
+
+
+def _running(*command: str) -> bool:
+    """Return whether any process of the machine has a command line."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().split(b"\0")[:-1] == [os.fsencode(word) for word in command]:
+                return True
+        except OSError:
+            continue  # it has ended
+    return False
+
+
 async def test_run_long_output_is_cut_and_large_input_read(sandbox: Sandbox) -> None:
     result = await sandbox.run(["cat"], stdin=bytes(300_000), most_bytes=1000)
     assert (len(result.stdout), result.truncated, result.exit_code) == (1000, True, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import platform
+import zipfile
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from runner.sandboxes.agent_sandbox import open_agent_sandbox, policy_of
 from runner.sandboxes.engines import prepare
 from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, require_narrow, services_of
+from runner.sandboxes.remote import zipped
 from runner.sandboxes.sandbox import Sandbox
 from runner.tools.session import ToolSession
 from runner.workers.agents import CallableAgent, CommandAgent
@@ -94,6 +97,21 @@ def test_interpreter_paths_of_virtual_environment_include_its_base(tmp_path: Pat
     (tmp_path / "venv/pyvenv.cfg").write_text(f"home = {base}\nversion = 3.11.7\n")
     assert {*interpreter_paths(environment / "python")} == {tmp_path / "venv", tmp_path / "base"}
     assert {*interpreter_paths(environment / "tool")} == {tmp_path / "venv", tmp_path / "base"}
+
+
+def test_interpreter_paths_of_a_program_below_home_are_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    for prefix, shown in ((tmp_path, "bin/tool"), (tmp_path / "home", "bin/tool"), (tmp_path / "home/tools", "")):
+        (prefix / "bin").mkdir(parents=True)
+        (program := prefix / "bin/tool").touch()
+        assert [*interpreter_paths(program)] == [prefix / shown]
+
+
+def test_upload_of_a_directory_has_files_from_before_zip(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    os.utime(tmp_path / "file", (0, 0))
+    with zipfile.ZipFile(io.BytesIO(zipped(tmp_path))) as archive:
+        assert archive.read("file") == b"x"
 
 
 def test_policy_of_settings_names_services_and_limits(tmp_path: Path) -> None:
