@@ -154,14 +154,18 @@ class Player:
         Raises:
             PlayerEndError: the context outgrew the model's, or the reply took longer than `turn_seconds`.
             EngineError: the model's endpoint refused or failed otherwise.
+            Exception: any of a script.
         """
         self.read()
         previous = self.replies[-1] if self.replies else None
+        limit = asyncio.timeout(self._limits.turn_seconds)
         try:
-            async with asyncio.timeout(self._limits.turn_seconds):
+            async with limit:
                 request = ReplyRequest(tuple(self.messages), tools, self._tokens_left, previous, self._limits.turn_seconds)
                 reply = await self._model.reply(request)
         except TimeoutError as error:
+            if not limit.expired():  # it is the model's own, such as that of a script's socket
+                raise
             raise PlayerEndError(EpisodeEnd.TIME) from error
         except EngineError as error:
             if not names_context_overflow(str(error)):

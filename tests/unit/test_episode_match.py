@@ -128,6 +128,16 @@ async def test_match_late_player_ends_an_environment_without_a_rule() -> None:
     assert (outcome.end, outcome.returns, len(outcome.steps)) == (EpisodeEnd.FORFEIT, {}, 1)
 
 
+@pytest.mark.parametrize("limits", [UNLIMITED, EpisodeLimits(turn_seconds=60)])
+async def test_match_script_with_a_timeout_of_its_own_forfeits_nothing(limits: EpisodeLimits) -> None:
+    def opponent(messages: Sequence[Mapping[str, Any]]) -> str:
+        raise TimeoutError("its server was slow")
+
+    models = {"white": Voice("white"), "black": ScriptModel(opponent)}
+    with pytest.raises(TimeoutError, match="its server was slow"):
+        await Match(EnvironmentCalls(LenientRace()), models, limits).run(None)  # pyright: ignore[reportArgumentType]
+
+
 async def test_match_limit_of_turns_is_each_players_own() -> None:
     outcome = await play(Race(9), EpisodeLimits(turns=2))
     assert (outcome.end, {role: len(replies) for role, replies in outcome.replies.items()}) == (EpisodeEnd.TURNS, {"white": 2, "black": 2})
