@@ -23,6 +23,8 @@ class Guess:
         return "Your guess?"
 
     def parse(self, text: str) -> int | str:
+        if text == "unreadable":
+            raise ValueError("no guess")
         return int(text) if text.strip().isdigit() else text
 
     def step(self, action: int | str) -> StepResult:

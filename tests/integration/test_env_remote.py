@@ -26,6 +26,7 @@ from runner.sessions.server import running
 from runner.sessions.shards import ShardCommand
 from span_processors.reward import reward
 from spangrad.callables import load
+from spangrad.episode.adapters import server_choice
 from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepError
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction
@@ -142,6 +143,32 @@ async def test_env_remote_reset_and_step_after_a_cut_connection_are_played_once(
         assert (await asyncio.to_thread(environment.step, "1")).observation == {"played": ["sleep", 1]}
         await asyncio.to_thread(environment.close)
         assert log.read_text().splitlines()[:2] == ["9 sleep", "9 1"]
+
+
+async def test_env_remote_step_after_a_refused_action_is_played() -> None:
+    async with served() as url:
+        environment = await asyncio.to_thread(OpenEnvServer, [url])
+        await asyncio.to_thread(environment.reset, {"secret": 2})
+        for guess, reward in (("7", 0.25), ("2", 1.0)):
+            for action, sentence in (("unreadable", "VALIDATION_ERROR"), (b"", "not JSON serializable")):
+                with pytest.raises((RemoteStepError, TypeError), match=sentence):
+                    await asyncio.to_thread(environment.step, action)
+            assert (await asyncio.to_thread(environment.step, guess)).reward == reward
+        await asyncio.to_thread(environment.close)
+
+
+async def test_env_remote_without_a_description_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> object:
+        raise EnvironmentsError("no description")
+
+    monkeypatch.setattr(OpenEnvServer, "_get", refused)
+    async with served() as url:
+        before = dict(server_choice._open)
+        with pytest.raises(EnvironmentsError, match="no description"):
+            await asyncio.to_thread(OpenEnvServer, [url])
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/load") as load:
+            assert (await load.json())["sessions"] == 0
+        assert server_choice._open == {**before, url: 0}
 
 
 async def test_env_remote_crash_and_exception_are_errors_of_two_kinds() -> None:

@@ -38,11 +38,12 @@ _RETURN_SECONDS = 20.0
 """Time for which a lost connection to a session of ours is tried again, in seconds; shorter than the session waits for its user."""
 _PAUSES = (0.1, 1.0)
 """Shortest and longest pause between two tries, in seconds."""
+_RAISED = "EXECUTION_ERROR"
 _BUSY, _FATAL = "CAPACITY_REACHED", ("FACTORY_ERROR", "SESSION_ERROR")
 
 
 class RemoteStepError(Exception):
-    """The environment raised an exception, on its server."""
+    """The environment raised an exception, on its server; or the server refused the message."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,15 @@ class OpenEnvServer:
         self._ours = False
         self._connection: WebSocket
         self._url = self._open(time.monotonic() + wait_seconds)
-        about: Mapping[str, Any] = self._get("/metadata")
-        self.about = about
-        """Description of the environment, as the server has it."""
-        self.tools: Sequence[Mapping[str, Any]] = about.get("tools") or ()
-        self._schema: Mapping[str, Any] = {} if self._ours else self._get("/schema")["action"]
-        self.system_prompt = self._system_prompt()
+        try:
+            self.about: Mapping[str, Any] = self._get("/metadata")
+            """Description of the environment, as the server has it."""
+            self.tools: Sequence[Mapping[str, Any]] = self.about.get("tools") or ()
+            self._schema: Mapping[str, Any] = {} if self._ours else self._get("/schema")["action"]
+            self.system_prompt = self._system_prompt()
+        except BaseException:
+            self.close()
+            raise
 
     def reset(self, task: Any) -> Any:
         """Begin an episode; a server of another's making gets the task's fields."""
@@ -104,8 +108,7 @@ class OpenEnvServer:
             return self._begun
         message: dict[str, Any] = {"type": "step", "data": action_fields(action)}
         if self._ours:
-            self._step += 1
-            message |= {"step": self._step, **{name: value for name, value in carrier_of().items() if name == "traceparent"}}
+            message |= {"step": self._step + 1, **{name: value for name, value in carrier_of().items() if name == "traceparent"}}
         result = self._result(self._ask(message))
         begun, self._begun = self._begun, None
         if begun is None or begun.reward is None:
@@ -163,8 +166,10 @@ class OpenEnvServer:
                 if not self._ours or time.monotonic() > end:
                     raise EnvironmentsError(f"the environment at {self._url} is lost ({error}). Look at its server's log.") from error
                 self._reconnect(end, error)
-        data = response["data"]
-        if response["type"] != "error":
+        data, failed = response["data"], response["type"] == "error"
+        if message["type"] == "step" and (not failed or data["code"] == _RAISED):
+            self._step += 1  # a server counts no step that it refuses
+        if not failed:
             return data
         if data["code"] in (_BUSY, *_FATAL):
             raise EnvironmentsError(
