@@ -13,7 +13,7 @@ import msgspec
 
 from runner.sessions.game import Game, GameLimits
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import SessionError
+from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
@@ -52,6 +52,10 @@ class Games:
         Raises:
             SessionError: there is no such role, or no further session fits.
         """
+        if role not in roles:
+            raise SessionError(
+                ErrorCode.VALIDATION_ERROR, f"there is no role {role!r}. Name one of {', '.join(roles) or 'none: it has no roles'}"
+            )
         session = await self._table.open(name, SessionOpening())
         if name not in self._games or self._games[name][1] is not session:
             self._games[name] = self._create(name, session, roles), session

@@ -50,6 +50,8 @@ class EnvironmentSession:
         self.is_held: Callable[[], bool] = lambda: False
         """Returns whether its user waits, though no request is under way."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.openings = 0
+        """Requests that wait until its environment is created."""
         self._table = table
         self._waiting: deque[tuple[asyncio.Future[Frame], asyncio.TimerHandle]] = deque()
         """Requests under way, each with the time limit of its answer, which holds also when the client has left."""
@@ -209,6 +211,8 @@ class SessionTable:
         session = self._names.get(name) if name is not None else None
         if session is None:
             session = self._create(name, opening)
+        self.renew(session)
+        session.openings += 1
         try:
             async with asyncio.timeout(self.operation_seconds):
                 await asyncio.shield(session.opened)
@@ -218,7 +222,11 @@ class SessionTable:
         except asyncio.CancelledError:
             if name is None:
                 self.end(session, "closed")
+            elif session.openings == 1:
+                self.renew(session, away=True)
             raise
+        finally:
+            session.openings -= 1
         if session.over:
             raise _over(session.error)
         return session
@@ -267,7 +275,6 @@ class SessionTable:
         if name is not None:
             self._names[name] = session
         shard.users[session.number] = session
-        self.renew(session)
         shard.send(Frame(FrameKind.OPEN, session.number, msgspec.json.encode(opening)))
         return session
 

@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from runner.sessions import step_spans
 from runner.sessions.frames import Frame, FrameEvents, FrameKind, FrameReader
+from runner.sessions.games import Games
 from runner.sessions.instance import SessionInstance, SessionOpening
 from runner.sessions.messages import SessionError
 from runner.sessions.metrics import SessionMetrics, SessionsNow
@@ -259,10 +260,12 @@ class FakeShard:
     def __init__(self) -> None:
         self.users: dict[int, Any] = {}
         self.sent: list[Frame] = []
+        self.is_slow = False
+        """True if it creates no environment."""
 
     def send(self, frame: Frame) -> None:
         self.sent.append(frame)
-        if frame.kind is FrameKind.OPEN:
+        if frame.kind is FrameKind.OPEN and not self.is_slow:
             asyncio.get_running_loop().call_soon(self.users[frame.session].receive, Frame(FrameKind.OPEN, frame.session))
 
     def least_loaded(self) -> FakeShard:
@@ -362,6 +365,32 @@ async def test_session_table_keeps_a_named_session_over_a_reconnect() -> None:
     session.detach(ignored)
     clock.now = 71
     sessions.sweep()
+    assert len(sessions) == 0
+
+
+async def test_session_table_client_that_left_while_it_opens_is_away() -> None:
+    shard = FakeShard()
+    shard.is_slow = True
+    sessions, clock = table(shard)
+    opening = [asyncio.create_task(sessions.open("a", SessionOpening())) for _ in range(2)]
+    for opens, now in zip(opening, (0, 50), strict=True):
+        clock.now = now
+        await asyncio.sleep(0)
+        sessions.sweep()
+        assert len(sessions) == 1, "the second one waits"
+        opens.cancel()
+        await asyncio.wait([opens])
+    clock.now = 61
+    sessions.sweep()
+    assert (len(sessions), sessions.ends["expired"]) == (0, 1)
+
+
+async def test_games_role_that_is_none_opens_no_session() -> None:
+    sessions, _ = table(FakeShard())
+    games = Games(sessions, EnvironmentServiceSettings(), PlayedSpans({}))
+    for roles, sentence in (((), r"'c'\. Name one of none"), (("a", "b"), r"'c'\. Name one of a, b")):
+        with pytest.raises(SessionError, match=sentence):
+            await games.join("game", roles, "c")
     assert len(sessions) == 0
 
 
