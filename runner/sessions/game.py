@@ -15,27 +15,16 @@ from typing import Any
 
 import msgspec
 
-from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, decoded, encode
+from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, encode
 from spangrad.episode.environment import Content, rendered
 from spangrad.episode.match import PlayerState
 from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, EPISODE_ID, FORFEIT, PLAYERS, observation_fields, observation_of
 from spangrad.episode.player import joined
+from spangrad.settings import EnvironmentServiceSettings
 
 Ask = Callable[[bytes], Awaitable[bytes]]
 """Applies a request to the environment of all players; returns the response."""
 _Fields = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class GameLimits:
-    """Times of a game, in seconds."""
-
-    join_seconds: float
-    """Time for which a player waits for the others to reset."""
-    turn_seconds: float
-    """Time in which a player acts."""
-    return_seconds: float
-    """Time in which a player whose connection ended comes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +65,17 @@ class Seat:
 class Game:
     """Players of one environment."""
 
-    def __init__(self, ask: Ask, roles: Sequence[str], limits: GameLimits) -> None:
+    def __init__(self, ask: Ask, roles: Sequence[str], settings: EnvironmentServiceSettings) -> None:
         """Wait for the players.
 
         Args:
             ask: applies requests of `runner.sessions.players`.
             roles: roles of the environment.
-            limits: times.
+            settings: times.
         """
         self.seats = {role: Seat() for role in roles}
         self._ask = ask
-        self._limits = limits
+        self._settings = settings
         self._episode = ""
         """Id of the episode; empty: none has begun."""
         self._joined: dict[str, dict[str, Any]] = {}
@@ -135,7 +124,7 @@ class Game:
                 self._leave(role)
                 on_left()
 
-            seat.leaving = asyncio.get_running_loop().call_later(self._limits.return_seconds if returns else 0.0, leave)
+            seat.leaving = asyncio.get_running_loop().call_later(self._settings.lease_seconds if returns else 0.0, leave)
 
     def close(self, error: SessionError) -> None:
         """End all that waits, with an error."""
@@ -144,10 +133,9 @@ class Game:
             if timer is not None:
                 timer.cancel()
 
-    async def answer(self, role: str, payload: bytes) -> bytes:
+    async def answer(self, role: str, request: SessionRequest) -> bytes:
         """Return the response to a player's request, once it may be sent."""
         try:
-            request = decoded(payload)
             match request.type:
                 case "reset":
                     return await asyncio.shield(self._join(role, request))
@@ -190,7 +178,7 @@ class Game:
         if set(self._joined) == set(self.seats) and self._is_over:
             self._begin()
         elif self._joining is None:
-            self._joining = loop.call_later(self._limits.join_seconds, self._give_up_joining)
+            self._joining = loop.call_later(self._settings.idle_seconds, self._give_up_joining)
         return seat.response
 
     @property
@@ -213,7 +201,7 @@ class Game:
 
     def _give_up_joining(self) -> None:
         lacking = ", ".join(role for role in self.seats if role not in self._joined)
-        error = SessionError(ErrorCode.SESSION_ERROR, f"{lacking} did not reset within {self._limits.join_seconds:g} s. Reset again")
+        error = SessionError(ErrorCode.SESSION_ERROR, f"{lacking} did not reset within {self._settings.idle_seconds:g} s. Reset again")
         for role in self._joined:
             self._respond(self.seats[role], error.encode())
         self._clear_joined()
@@ -341,7 +329,7 @@ class Game:
         if left := [role for role in self.seats if role in acting and self.seats[role].has_left and role not in self._actions]:
             self._forfeit(left[0])
         elif acting:
-            self._turn = asyncio.get_running_loop().call_later(self._limits.turn_seconds, self._exceed)
+            self._turn = asyncio.get_running_loop().call_later(self._settings.turn_seconds, self._exceed)
         elif self._is_over and set(self._joined) == set(self.seats):
             self._begin()
 

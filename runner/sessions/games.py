@@ -11,23 +11,15 @@ from typing import Any
 
 import msgspec
 
-from runner.sessions.game import Game, GameLimits
+from runner.sessions.game import Game
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, rendered
 from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, observation_of
-from spangrad.errors import JSON_ERRORS
 from spangrad.settings import EnvironmentServiceSettings
-
-
-class _Sent(msgspec.Struct):
-    """Parts of a player's request that its span needs."""
-
-    type: str = ""
-    traceparent: str | None = None
 
 
 class Games:
@@ -42,7 +34,7 @@ class Games:
             spans: source of the players' spans.
         """
         self._table = table
-        self._limits = GameLimits(settings.idle_seconds, settings.turn_seconds, settings.lease_seconds)
+        self._settings = settings
         self._games: dict[str, tuple[Game, EnvironmentSession]] = {}
         self.spans = spans
 
@@ -77,7 +69,7 @@ class Games:
         async def ask(payload: bytes) -> bytes:
             return (await session.ask(payload)).payload
 
-        game = Game(ask, roles, self._limits)
+        game = Game(ask, roles, self._settings)
 
         def over(error: SessionError) -> None:
             self._games.pop(name, None)
@@ -104,17 +96,13 @@ class PlayerSpans:
         self._kind = ""
         """Type of the request of the span that was begun last."""
 
-    def begin(self, payload: bytes) -> PlayedSpan | None:
-        """Begin the span of a request. None: it belongs to no trace."""
-        try:
-            sent = msgspec.json.decode(payload, type=_Sent)
-        except JSON_ERRORS:
+    def begin(self, request: SessionRequest) -> PlayedSpan | None:
+        """Begin the span of a request. None: it has none, or belongs to no trace."""
+        if request.type not in ("reset", "step"):
             return None
-        if sent.type not in ("reset", "step"):
-            return None
-        self._kind = sent.type
-        carrier = self._opening.carrier | ({"traceparent": sent.traceparent} if sent.traceparent else {})
-        return self._spans.begin(sent.type, carrier, {semconv.REWARD_ROLE: self._role}, rewards=not self._opening.client_rewards)
+        self._kind = request.type
+        carrier = self._opening.carrier | ({"traceparent": request.traceparent} if request.traceparent else {})
+        return self._spans.begin(request.type, carrier, {semconv.REWARD_ROLE: self._role}, rewards=not self._opening.client_rewards)
 
     def end(self, span: PlayedSpan, payload: bytes) -> None:
         """End a span by the response; that of a response that has one is dropped."""

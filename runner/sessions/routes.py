@@ -16,12 +16,11 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from runner.sessions.frames import FrameEvents
 from runner.sessions.games import Games, PlayerSpans
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
+from runner.sessions.messages import ErrorCode, SessionError, decoded
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import Shards
 from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
-from spangrad.errors import JSON_ERRORS
-from spangrad.http.server import BODY_BYTES, BusyError, body, json_response
+from spangrad.http.server import BODY_BYTES, body, json_response
 from spangrad.settings import EnvironmentServiceSettings
 
 _PINGS_IN_LEASE = 1.5
@@ -62,11 +61,9 @@ class SessionRoutes:
             web.post(f"{prefix}/reset", self.reset),
             web.post(f"{prefix}/step", self.step),
             web.get(f"{prefix}/state", self.state),
-            web.get(f"{prefix}/health", self.health),
             web.get(f"{prefix}/schema", self.schema),
             web.get(f"{prefix}/metadata", self.metadata),
             web.get(f"{prefix}/v1/load", self.load),
-            web.get(f"{prefix}/readyz", self.ready),
         ]
 
     async def close(self) -> None:
@@ -130,12 +127,17 @@ class SessionRoutes:
         spans, returns = PlayerSpans(self._games.spans, opening, game, role), True
         try:
             while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
-                if _is_goodbye(message.data):
+                try:
+                    request = decoded(message.data)
+                except SessionError as error:
+                    await connection.send_frame(error.encode(), WSMsgType.TEXT)
+                    continue
+                if request.type == "close":
                     returns = False
                     await connection.close()
                     return
-                span = spans.begin(message.data)
-                payload = await game.answer(role, message.data)
+                span = spans.begin(request)
+                payload = await game.answer(role, request)
                 if span is not None:
                     spans.end(span, payload)
                 await connection.send_frame(payload, WSMsgType.TEXT)
@@ -159,10 +161,6 @@ class SessionRoutes:
         """Return the state of the episode that is named."""
         return await self._apply(request, request.query.get(EPISODE_ID), {"type": "state"})
 
-    async def health(self, request: web.Request) -> web.Response:
-        """Return whether any process serves."""
-        return json_response({"status": "healthy" if self._shards.serving else "unhealthy"})
-
     async def schema(self, request: web.Request) -> web.Response:
         """Return the JSON schemas of actions, observations and state."""
         about = self._shards.description
@@ -180,12 +178,6 @@ class SessionRoutes:
         """Return the number of sessions, and its limit."""
         return json_response({"sessions": len(self._table), "capacity": self._table.capacity})
 
-    async def ready(self, request: web.Request) -> web.Response:
-        """Answer 200 while a process serves."""
-        if not self._shards.serving:
-            raise BusyError("no process serves yet")
-        return web.Response(text="ok\n")
-
     async def _apply(self, request: web.Request, name: object, message: Mapping[str, Any], *, opens: bool = False) -> web.Response:
         """Apply a request over HTTP."""
         try:
@@ -197,14 +189,6 @@ class SessionRoutes:
         except SessionError as error:
             return _http_response(error.encode())
         return _http_response(frame.payload)
-
-
-def _is_goodbye(payload: bytes) -> bool:
-    """Return whether a player ends its connection."""
-    try:
-        return msgspec.json.decode(payload, type=SessionRequest).type == "close"
-    except JSON_ERRORS:
-        return False
 
 
 async def refuse(connection: web.WebSocketResponse, error: SessionError) -> None:

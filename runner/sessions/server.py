@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
@@ -64,11 +64,10 @@ async def running(
     metrics = SessionMetrics({name: (environment.table.counts, environment.now) for name, environment in served.items()})
     routes = [metrics_route(metrics)]
     for name, environment in served.items():
-        routes += environment.routes.below(f"/{name}")
+        routes += [*environment.routes.below(f"/{name}"), *_health_routes(f"/{name}", [environment])]
+    routes += _health_routes("", served.values())
     if len(served) == 1:
         routes += next(iter(served.values())).routes.below("")
-    else:
-        routes += _routes_of_all(served)
     routes.append(web.route("*", "/{path:.*}", UnknownEnvironment(list(served)).refuse))
     async with AsyncExitStack() as stack:
         for environment in served.values():
@@ -130,11 +129,11 @@ class UnknownEnvironment:
         return connection
 
 
-def _routes_of_all(served: Mapping[str, ServedEnvironment]) -> list[web.RouteDef]:
-    """Return the routes at the root of several environments, which ask after all of them."""
+def _health_routes(prefix: str, served: Collection[ServedEnvironment]) -> list[web.RouteDef]:
+    """Return the routes below a path that ask whether environments serve, each by a process at least."""
 
     def serves_all() -> bool:
-        return all(environment.processes.serving for environment in served.values())
+        return all(environment.processes.serving for environment in served)
 
     async def health(request: web.Request) -> web.Response:
         return json_response({"status": "healthy" if serves_all() else "unhealthy"})
@@ -144,4 +143,4 @@ def _routes_of_all(served: Mapping[str, ServedEnvironment]) -> list[web.RouteDef
             raise http_server.BusyError("an environment has no process that serves yet")
         return web.Response(text="ok\n")
 
-    return [web.get("/health", health), web.get("/readyz", ready)]
+    return [web.get(f"{prefix}/health", health), web.get(f"{prefix}/readyz", ready)]

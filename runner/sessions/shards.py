@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,6 +24,9 @@ from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.shard import EnvironmentDescription
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import die_with_parent, kill_group
+
+if TYPE_CHECKING:
+    from runner.sessions.sessions import EnvironmentSession
 
 _RETRY_SECONDS = (0.1, 1.0, 5.0, 30.0)
 """Pauses before a process is started again, in seconds; the last one repeats. A process that has served begins anew."""
@@ -34,18 +37,6 @@ _END_SECONDS = 5.0
 """Time that a process has to close its environments when the server ends, in seconds."""
 _PINGS_SECONDS = 1.0
 log = logging.getLogger(__name__)
-
-
-class FrameReceiver(Protocol):
-    """User of a shard: a session."""
-
-    def receive(self, frame: Frame) -> None:
-        """Take a frame."""
-        ...
-
-    def lose(self, sentence: str) -> None:
-        """Note that the process has ended."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,7 @@ class ShardProcess(asyncio.Protocol):
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.users: dict[int, FrameReceiver] = {}
+        self.users: dict[int, EnvironmentSession] = {}
         """Sessions, by number."""
         self.described: asyncio.Future[EnvironmentDescription] = loop.create_future()
         """Done once it serves; an `EnvironmentsError` if it cannot."""

@@ -12,20 +12,22 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.sessions.game import Game, GameLimits
+from runner.sessions.game import Game
 from runner.sessions.instance import SessionOpening
+from runner.sessions.messages import SessionRequest, decoded
 from runner.sessions.players import PlayersInstance
 from runner.sessions.shard import call_here
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.episode.environment import StepResult
+from spangrad.settings import EnvironmentServiceSettings
 from tests.support.virtual_time import run_in_virtual_time
 
 ROLES = ("black", "white")
-LIMITS = GameLimits(join_seconds=100.0, turn_seconds=10.0, return_seconds=3.0)
+LIMITS = EnvironmentServiceSettings(idle_seconds=100.0, turn_seconds=10.0, lease_seconds=3.0)
 TURNS = ("black", "white", "both", "white", "black")
 PAUSES = (0.0, 0.05, 1.0, 4.0, 12.0)
 """Seconds after a move: none, within a play, within a turn, enough to have left, and more than a turn."""
-BOUND = LIMITS.join_seconds + len(TURNS) * (LIMITS.turn_seconds + 1)
+BOUND = LIMITS.idle_seconds + len(TURNS) * (LIMITS.turn_seconds + 1)
 """Time in which every request is answered, whatever the players do."""
 
 
@@ -147,13 +149,13 @@ class Client:
         if is_reset:
             self.waits_since = self.waits_since if self.resets else now()
             self.resets += 1
-        response = json.loads(await self.game.answer(self.role, json.dumps(message).encode()))
+        response = json.loads(await self.game.answer(self.role, decoded(json.dumps(message).encode())))
         self.resets -= is_reset
         if response["type"] == "error":
             if "did not reset within" in response["data"]["message"] and message is self.last:
-                assert now() - self.waits_since > LIMITS.join_seconds - 0.5, "the others had less time than the limit"
+                assert now() - self.waits_since > LIMITS.idle_seconds - 0.5, "the others had less time than the limit"
         else:
-            self.steps = json.loads(await self.game.answer(self.role, b'{"type": "state"}'))["data"]["step_count"]
+            self.steps = json.loads(await self.game.answer(self.role, SessionRequest(type="state")))["data"]["step_count"]
             self.told[json.dumps(response["data"])] = response["data"]
         return response
 

@@ -11,16 +11,18 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.sessions.game import Game, GameLimits
+from runner.sessions.game import Game
 from runner.sessions.instance import SessionOpening
+from runner.sessions.messages import decoded
 from runner.sessions.players import PlayersInstance
 from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.episode.environment import StepResult
+from spangrad.settings import EnvironmentServiceSettings
 from tests.support.virtual_time import run_in_virtual_time
 
 ROLES = ("a", "b", "c")
-LIMITS = GameLimits(join_seconds=100.0, turn_seconds=10.0, return_seconds=3.0)
+LIMITS = EnvironmentServiceSettings(idle_seconds=100.0, turn_seconds=10.0, lease_seconds=3.0)
 
 
 class Habit(Enum):
@@ -96,7 +98,7 @@ def game_of(table: Table) -> Game:
 
 async def send(game: Game, role: str, kind: str, data: object = None, **fields: object) -> dict[str, Any]:
     """A request of a player and its response."""
-    return json.loads(await game.answer(role, json.dumps({"type": kind, "data": data, **fields}).encode()))
+    return json.loads(await game.answer(role, decoded(json.dumps({"type": kind, "data": data, **fields}).encode())))
 
 
 async def play(game: Game, role: str, habits: Sequence[Habit]) -> tuple[float, str]:
