@@ -14,6 +14,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -94,7 +95,7 @@ class AgentHost:
         Raises:
             AgentError: the process cannot be started, or the interpreter, the agent or the evaluator cannot be loaded.
         """
-        command = [*host_command(spec), *(["--sandbox", sandbox.write()] if sandbox else [])]
+        command = [*host_command(spec), *(["--sandbox", json.dumps(asdict(sandbox))] if sandbox else [])]
         if settings.empty_reward is not None:
             command += ["--empty-reward", str(settings.empty_reward)]
         if settings.close_after_run:

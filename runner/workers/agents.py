@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -137,7 +137,7 @@ class ContainerAgent:
         """Return the arguments of the agent host."""
         address = self.address or reached_at(self.engine, self.network)
         container = Container(self.engine, self.image, self.command, self.network, self.arguments, address)
-        return ["--container", container.write(), *_stages(self)]
+        return ["--container", json.dumps(asdict(container)), *_stages(self)]
 
 
 AgentSpec = CallableAgent | CommandAgent | ContainerAgent

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from spangrad.agent.command import ExitCode, InvalidOutput, ProgramNotRun, SandboxNotSetUp
+from spangrad.agent.command import ProgramFailure
 from spangrad.agent.failures import failure_of
 from spangrad.agent.reward_values import Rewards
 from spangrad.types import AttemptFailure
@@ -77,14 +77,8 @@ def raised(name: str, failure: AttemptFailure, error: BaseException) -> AttemptR
 
 def failed_run(name: str, error: BaseException) -> AttemptReply:
     """Return the answer for an agent that raised."""
-    if isinstance(error, ExitCode):
-        return AttemptReply(name, failure=AttemptFailure.EXIT_CODE, detail=str(error))
-    if isinstance(error, SandboxNotSetUp):
-        return AttemptReply(name, failure=AttemptFailure.SANDBOX, detail=str(error))
-    if isinstance(error, ProgramNotRun):
-        return AttemptReply(name, failure=AttemptFailure.CRASH, detail=str(error))
-    if isinstance(error, InvalidOutput):
-        return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=str(error))
+    if isinstance(error, ProgramFailure):
+        return AttemptReply(name, failure=error.failure, detail=str(error))
     return raised(name, failure_of(error), error)
 
 

@@ -21,9 +21,9 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from spangrad.agent import prompt_client
 from spangrad.agent.attempt_log import attempt_log
@@ -31,6 +31,7 @@ from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
 from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.processes import MARK, die_with_parent, kill_group
+from spangrad.types import AttemptFailure
 
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
 ADDRESSED = re.compile(rf"(OTEL|OPENAI)_\w+|{ENVIRONMENT_VARIABLE}|{prompt_client.URL}")
@@ -49,53 +50,39 @@ _groups: set[int] = set()
 os.register_at_fork(after_in_child=_groups.clear)
 
 
-class ExitCode(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
+class ProgramFailure(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
+    """The program of an attempt could not be run, or failed."""
+
+    def __init__(self, failure: AttemptFailure, detail: str) -> None:
+        """`failure` is the kind, `detail` a sentence for users."""
+        super().__init__(detail)
+        self.failure = failure
+
+
+class ExitCode(ProgramFailure):
     """The program ended with an exit code other than 0 (below 0: killed by that signal)."""
 
     def __init__(self, code: int, means: str = "", last_line: str = "") -> None:
         """`means` explains the code where its number does not; `last_line` is the last one of the program's standard error."""
-        super().__init__(f"exit code {code}{means and f': {means}'}")
+        super().__init__(AttemptFailure.EXIT_CODE, f"exit code {code}{means and f': {means}'}")
         self.code = code
         self.last_line = last_line
 
 
-class SandboxNotSetUp(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
-    """The attempt's sandbox, or the program in it, did not begin."""
-
-
-class ProgramNotRun(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
-    """The system could not start the program, or keep what it reads and writes."""
-
-
-class InvalidOutput(Exception):  # noqa: N818  # an outcome of the attempt, not an error of ours
-    """The program's last line cannot be read."""
-
-
 @dataclass(frozen=True, slots=True)
 class SandboxLaunch:
-    """Start of programs in sandboxes, as the runner prescribes it to an agent host."""
+    """Start of programs in sandboxes, as the runner prescribes it to an agent host, in JSON."""
 
-    prefix: tuple[str, ...]
+    prefix: Sequence[str]
     """Beginning of the command line: it runs the rest of it in a sandbox."""
-    variables: tuple[str, ...]
+    variables: Sequence[str]
     """Names of environment variables that programs get, beside those of the attempt itself."""
     assigned: Mapping[str, str]
     """Environment variables that programs get instead of the host's."""
-    descriptors: tuple[int, ...]
+    descriptors: Sequence[int]
     """Descriptors that the prefix inherits."""
     has_image: bool = False
     """True if programs are those of an image, where this machine does not look for them."""
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Parse what `write` returned."""
-        values = json.loads(text)
-        prefix, variables, descriptors = (tuple(values[name]) for name in ("prefix", "variables", "descriptors"))
-        return cls(prefix, variables, values["assigned"], descriptors, values["has_image"])
-
-    def write(self) -> str:
-        """Return it as a JSON argument of the agent host."""
-        return json.dumps(asdict(self))
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of a program in a sandbox."""
@@ -138,10 +125,8 @@ class AgentCommand:
 
         Raises:
             ExitCode: the program failed.
-            InvalidOutput: its last line is too long.
-            ProgramNotRun: the system could not run it.
+            ProgramFailure: its sandbox was not set up, the system could not run it, or its last line is too long.
             PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
-            SandboxNotSetUp: it did not begin, since its sandbox could not be set up.
         """
         variables = await variables_of(endpoint, environment)
         if (sandbox := self._sandbox) is None:
@@ -154,7 +139,8 @@ class AgentCommand:
                 if os.pread(started.fileno(), 1, 0) == b"1":
                     raise
                 reason = error.last_line or str(error)
-                raise SandboxNotSetUp(f"the sandbox of the attempt was not set up, or its program not found in it: {reason}") from None
+                detail = f"the sandbox of the attempt was not set up, or its program not found in it: {reason}"
+                raise ProgramFailure(AttemptFailure.SANDBOX, detail) from None
 
     async def _run(self, given: object, command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()) -> object:
         """Run a command for an attempt; its process group ends with it."""
@@ -186,11 +172,11 @@ class AgentCommand:
 
 @contextmanager
 def _system_errors(program: str) -> Generator[None]:
-    """Raise ProgramNotRun in place of an error of the system: memory, processes or files ran out, or a variable is too long."""
+    """Raise ProgramFailure in place of an error of the system: memory, processes or files ran out, or a variable is too long."""
     try:
         yield
     except (OSError, subprocess.SubprocessError) as error:
-        raise ProgramNotRun(f"the program {program!r} could not be run: {error}") from error
+        raise ProgramFailure(AttemptFailure.CRASH, f"the program {program!r} could not be run: {error}") from error
 
 
 async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
@@ -268,7 +254,7 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
     # Split bytes, because a text's whitespace and line ends include U+2028 and U+0085, which JSON may hold as they are.
     _, newline, line = tail.strip().rpartition(b"\n")
     if not (whole or newline):
-        raise InvalidOutput(f"the last line of output is longer than {_TAIL_BYTES} bytes")
+        raise ProgramFailure(AttemptFailure.INVALID_OUTPUT, f"the last line of output is longer than {_TAIL_BYTES} bytes")
     text = line.decode(errors="replace")
     try:
         return json.loads(text)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
 from urllib.parse import urlsplit
 
 from opentelemetry import baggage
@@ -53,30 +51,19 @@ os.register_at_fork(after_in_child=_running.clear)
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container image, and how it is run."""
+    """A container image, and how it is run; in JSON an argument of the agent host."""
 
     engine: str
     """Container engine: docker, podman, or another program that takes docker's arguments."""
     image: str
-    command: tuple[str, ...]
+    command: Sequence[str]
     """Command after the image's name. Empty: the image's own command."""
     network: str
     """Network that the container is attached to."""
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     """Further arguments of `run`."""
     address: str | None
     """Address at which the container reaches the services of this machine's loopback. None: the same address."""
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """Parse what `write` returned."""
-        values: dict[str, Any] = json.loads(text)
-        values |= {name: tuple(values[name]) for name in ("command", "arguments")}
-        return cls(**values)
-
-    def write(self) -> str:
-        """Return the container as a JSON argument of the agent host."""
-        return json.dumps(asdict(self))
 
 
 def reached_at(engine: str, network: str, platform: str = sys.platform) -> str | None:
@@ -106,8 +93,7 @@ class AgentContainer(AgentCommand):
 
         Raises:
             ExitCode: the engine or the agent in it failed.
-            InvalidOutput: its last line is too long.
-            ProgramNotRun: the system could not run the engine's command line.
+            ProgramFailure: the system could not run the engine's command line, or the last line is too long.
             PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
         """
         name = f"spangrad-{uuid.uuid4().hex}"

@@ -335,9 +335,9 @@ def _agent(args: argparse.Namespace, on_group: Callable[[int, bool], None]) -> t
     """
     directory: Path = args.path.resolve()
     if args.container:
-        return AgentContainer(Container.read(args.container), directory, args.worker, on_group=on_group), None
+        return AgentContainer(Container(**json.loads(args.container)), directory, args.worker, on_group=on_group), None
     if args.command:
-        sandbox = SandboxLaunch.read(args.sandbox) if args.sandbox else None
+        sandbox = SandboxLaunch(**json.loads(args.sandbox)) if args.sandbox else None
         command = json.loads(args.command)
         return AgentCommand(command, directory, instrument=args.instrument, on_group=on_group, sandbox=sandbox), None
     return load_agent(args.agent or "")

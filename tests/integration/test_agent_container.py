@@ -140,7 +140,6 @@ def test_run_command_of_container_gives_engine_arguments() -> None:
         *["--env", "SPANGRAD_ENVIRONMENT", "--env", "SPANGRAD_PROMPT_VARIABLE", "--env", "TRACEPARENT"],
         *["--gpus", "all", "org/agent:1", "agent", "--fast"],
     ]
-    assert Container.read(container.write()) == container
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,6 @@ def test_launch_environment_holds_allowed_variables_alone() -> None:
     assert launch.environment(variables) == {
         "PATH": "/bin", "HOME": "/tmp", "OPENAI_BASE_URL": "u", "SPANGRAD_HOST": "mark", "TRACEPARENT": "t",
     }  # fmt: skip
-    assert SandboxLaunch.read(launch.write()) == launch
 
 
 def test_rung_reaches_weaker_rungs_alone() -> None:
