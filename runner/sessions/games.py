@@ -45,9 +45,8 @@ class Games:
             SessionError: there is no such role, or no further session fits.
         """
         if role not in roles:
-            raise SessionError(
-                ErrorCode.VALIDATION_ERROR, f"there is no role {role!r}. Name one of {', '.join(roles) or 'none: it has no roles'}"
-            )
+            remedy = f"Name one of {', '.join(roles)}" if roles else "The environment has none: leave it out"
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"there is no role {role!r}. {remedy}")
         session = await self._table.open(name, SessionOpening())
         if name not in self._games or self._games[name][1] is not session:
             self._games[name] = self._create(name, session, roles), session

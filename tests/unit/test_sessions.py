@@ -388,7 +388,7 @@ async def test_session_table_client_that_left_while_it_opens_is_away() -> None:
 async def test_games_role_that_is_none_opens_no_session() -> None:
     sessions, _ = table(FakeShard())
     games = Games(sessions, EnvironmentServiceSettings(), PlayedSpans({}))
-    for roles, sentence in (((), r"'c'\. Name one of none"), (("a", "b"), r"'c'\. Name one of a, b")):
+    for roles, sentence in (((), r"'c'\. The environment has none: leave it out"), (("a", "b"), r"'c'\. Name one of a, b")):
         with pytest.raises(SessionError, match=sentence):
             await games.join("game", roles, "c")
     assert len(sessions) == 0
