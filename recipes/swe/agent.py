@@ -17,6 +17,7 @@ from openai import AsyncOpenAI
 
 from recipes.swe.workspace import COPY_SECONDS, copy_command, policy_of
 from runner.sandboxes.sandbox import OpenSandbox
+from runner.tools.output import shortened
 from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import Toolbox, open_toolbox
 from spangrad.errors import JSON_ERRORS, SandboxError
@@ -41,13 +42,6 @@ BASH = {
 def client() -> AsyncOpenAI:
     """Return the model's client."""
     return AsyncOpenAI()
-
-
-def shortened(text: str) -> str:
-    """Return a text, or the beginning and the end of a long one."""
-    if len(text) <= SHOWN:
-        return text
-    return f"{text[: SHOWN // 2]}\n[{len(text) - SHOWN} characters left out]\n{text[-SHOWN // 2 :]}"
 
 
 async def agent(given: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +76,7 @@ async def _run(toolbox: Toolbox, call: Any) -> str:
         return f"the arguments are no JSON: {error}"
     if not isinstance(arguments, dict) or arguments.keys() != {"command"}:
         return "bash takes command"
-    return shortened(await toolbox.call("shell", arguments, call.id))
+    return shortened(await toolbox.call("shell", arguments, call.id), SHOWN)
 
 
 async def changes(sandbox: OpenSandbox, root: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runner.sandboxes import launcher
 from runner.sandboxes.images import binds
-from runner.sandboxes.policy import SYSTEM, SandboxLimits, SandboxPolicy, inner_interpreter
+from runner.sandboxes.policy import SYSTEM, SandboxPolicy, inner_interpreter
 from spangrad.agent.command import STARTED_VARIABLE
 
 FIRST_USER = 0x6F000000
@@ -44,7 +44,7 @@ def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> li
             there is no launcher, and no service is reached.
     """
     root = os.geteuid() == 0
-    inner = ["prlimit", *_limits(policy.limits), "--"]
+    inner = ["prlimit", *(f"--{name.lower()}={limit}:{limit}" for name, limit in policy.limits.rlimits().items()), "--"]
     shown = policy.visible()
     if control is not None:
         interpreter, needed = sys.executable, [Path(sys.prefix), Path(sys.base_prefix)]
@@ -89,13 +89,3 @@ def _system() -> list[str]:
         elif path.is_dir():
             words += ["--ro-bind", system, system]
     return words
-
-
-def _limits(limits: SandboxLimits) -> list[str]:
-    return [
-        f"--nproc={limits.processes}:{limits.processes}",
-        f"--data={limits.memory_bytes}:{limits.memory_bytes}",
-        f"--fsize={limits.disk_bytes}:{limits.disk_bytes}",
-        f"--nofile={limits.files}:{limits.files}",
-        "--core=0:0",
-    ]

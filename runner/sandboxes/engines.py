@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -138,9 +138,5 @@ def _refusal(prefix: Sequence[str], control: int | None) -> str | None:
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    words = list(_last_lines(probe.stderr))
-    return None if probe.returncode == 0 else words[-1] if words else f"exit code {probe.returncode}"
-
-
-def _last_lines(text: str) -> Iterator[str]:
-    return (line.strip() for line in text.splitlines() if line.strip())
+    last_line = probe.stderr.strip().rpartition("\n")[2].strip()
+    return None if probe.returncode == 0 else last_line or f"exit code {probe.returncode}"

@@ -45,7 +45,6 @@ def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str
         filter_file: filter of system calls.
         scratch: directory of the private directories.
     """
-    limits = policy.limits
     plan = {
         "readable": [*filter(os.path.isdir, SYSTEM), *map(str, policy.visible())],
         "devices": [device for device in _DEVICES if Path(device).exists()],
@@ -55,13 +54,7 @@ def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str
         "scratch": str(scratch.resolve()),
         "first_user": FIRST_USER,
         "started": STARTED_VARIABLE,
-        "limits": {
-            "RLIMIT_NPROC": limits.processes,
-            "RLIMIT_DATA": limits.memory_bytes,
-            "RLIMIT_FSIZE": limits.disk_bytes,
-            "RLIMIT_NOFILE": limits.files,
-            "RLIMIT_CORE": 0,
-        },
+        "limits": {f"RLIMIT_{name}": limit for name, limit in policy.limits.rlimits().items()},
     }
     return [sys.executable, "-I", "-S", confinement.__file__, json.dumps(plan)]
 

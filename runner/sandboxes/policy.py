@@ -50,6 +50,11 @@ class SandboxLimits:
     files: int = 1024
     """Largest number of open files of a process."""
 
+    def rlimits(self) -> dict[str, int]:
+        """Return the resource limits of its processes, by the part of the names of setrlimit after RLIMIT_."""
+        sizes = {"NPROC": self.processes, "DATA": self.memory_bytes, "FSIZE": self.disk_bytes, "NOFILE": self.files}
+        return {**sizes, "CORE": 0}
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteServer:

@@ -76,7 +76,7 @@ async def end_program(sandbox: Sandbox, pid: int, ended: asyncio.Future[int]) ->
 
 
 async def feed(descriptor: int, data: bytes) -> None:
-    """Write a program's input until it reads no more."""
+    """Write a program's input, or to its terminal, until it reads no more."""
     loop = asyncio.get_running_loop()
     os.set_blocking(descriptor, False)
     try:
@@ -84,7 +84,7 @@ async def feed(descriptor: int, data: bytes) -> None:
             try:
                 data = data[os.write(descriptor, data) :]
             except BlockingIOError:
-                await _until_ready(loop.add_writer, loop.remove_writer, descriptor)
+                await until_ready(loop.add_writer, loop.remove_writer, descriptor)
     except BrokenPipeError:
         pass  # it reads no more
 
@@ -99,7 +99,7 @@ async def read_all(descriptor: int, most_bytes: int) -> tuple[bytes, bool]:
             try:
                 data = os.read(descriptor, _CHUNK_BYTES)
             except BlockingIOError:
-                await _until_ready(loop.add_reader, loop.remove_reader, descriptor)
+                await until_ready(loop.add_reader, loop.remove_reader, descriptor)
                 continue
             if not data:
                 break
@@ -110,7 +110,8 @@ async def read_all(descriptor: int, most_bytes: int) -> tuple[bytes, bool]:
     return bytes(kept), more
 
 
-async def _until_ready(add: Any, remove: Any, descriptor: int) -> None:
+async def until_ready(add: Any, remove: Any, descriptor: int) -> None:
+    """Wait until a descriptor can be read or written, by the methods of the event loop that add and remove its callback."""
     ready = asyncio.Event()
     add(descriptor, ready.set)
     try:

@@ -10,6 +10,7 @@ import uuid
 from typing import Any, Self
 
 from runner.sandboxes.remote import RemoteError, RemoteSandbox
+from runner.tools.output import shortened
 from runner.tools.session import UNKNOWN_CODE, ActionResult, action_bytes
 from spangrad.errors import SandboxRequestError
 
@@ -33,7 +34,7 @@ class RemoteShell:
     def __init__(self, sandbox: RemoteSandbox, most_bytes: int) -> None:
         """`most_bytes` of an output are kept: its beginning and its end."""
         self._sandbox = sandbox
-        self._half = most_bytes // 2
+        self._most = most_bytes
         self._turn = asyncio.Lock()
         self._session = ""
         self._prompt = ""
@@ -125,6 +126,4 @@ class RemoteShell:
             pass  # the session or the server has ended
 
     def _kept(self, output: str) -> str:
-        output = output.replace("\r\n", "\n")  # a terminal's, which SWE-ReX's own server leaves
-        left_out = len(output) - 2 * self._half
-        return output if left_out <= 0 else f"{output[: self._half]}\n[{left_out} characters left out]\n{output[-self._half :]}"
+        return shortened(output.replace("\r\n", "\n"), self._most)  # a terminal's, which SWE-ReX's own server leaves

@@ -22,6 +22,7 @@ from runner.sandboxes.policy import inner_interpreter
 from runner.sandboxes.sandbox import Sandbox, start
 from runner.swe_rex.wire import RexAction, RexClosedSession, RexCommand, RexError, RexInterrupt, RexRead, RexSession, RexWrite
 from runner.tools.action_spans import ActionSpans
+from runner.tools.output import shortened
 from runner.tools.session import ActionResult, ToolFailedError, ToolSession
 from runner.tools.toolbox import OUTPUT_BYTES
 from spangrad.errors import SandboxError, SandboxRequestError
@@ -191,7 +192,7 @@ class RexRuntime:
         """Record an action; its failure inside is an error of the protocol."""
         with self._spans.action(tool, json.dumps(arguments), parent=parent) as end:
             try:
-                yield lambda text, failed: end(_shortened(text), failed)
+                yield lambda text, failed: end(shortened(text, OUTPUT_BYTES), failed)
             except (SandboxError, ToolFailedError) as error:
                 end(str(error), True)
                 missing = isinstance(error, SandboxRequestError) and error.errno == errno.ENOENT
@@ -207,9 +208,3 @@ def _observation(exit_code: int | None, result: ActionResult | None) -> dict[str
 def _failed(message: str, facts: str) -> RexError:
     """Return the error of another exit code than 0, with the client's own message before the facts."""
     return RexError("NonZeroExitCodeError", f"{message}: {facts}" if message else facts)
-
-
-def _shortened(text: str) -> str:
-    """Return the beginning and the end of a text, as long as a tool's output in spans."""
-    half = OUTPUT_BYTES // 2
-    return text if len(text) <= 2 * half else f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"

@@ -52,7 +52,6 @@ _KEPT_RESPONSES = 64
 """Number of responses that are kept for requests that come again."""
 _KEPT_BYTES = 2**26
 """Number of bytes of those responses; the last one may have more."""
-_HEADERS = ("traceparent", "tracestate", "baggage")
 log = logging.getLogger(__name__)
 
 
@@ -118,7 +117,7 @@ def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, paren
 
 def _routes(runtime: RexRuntime, parent: Context) -> list[web.RouteDef]:
     def context_of(request: web.Request) -> Context:
-        return context_from({name: request.headers[name] for name in _HEADERS if name in request.headers}, parent)
+        return context_from(request.headers, parent)
 
     def post(path: str, kind: Any, method: Callable[[Any, Context], Awaitable[dict[str, Any]]]) -> web.RouteDef:
         async def answer(request: web.Request) -> web.Response:

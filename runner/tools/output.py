@@ -69,3 +69,10 @@ class ActionOutput:
         if (more := len(self._tail) - self._half) > 0:
             self._dropped += more
             del self._tail[:more]
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text, or the beginning and the end of one that is longer than `most` characters."""
+    half = most // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"

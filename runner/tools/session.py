@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from runner.sandboxes.program_io import end_program
+from runner.sandboxes.program_io import end_program, feed, until_ready
 from runner.sandboxes.sandbox import Sandbox
 from runner.tools.output import ActionOutput, Patterns
 from spangrad.errors import SandboxRequestError
@@ -156,7 +156,7 @@ class ToolSession:
         if self.is_open:
             async with self._turn:
                 while True:
-                    result = await self._waited(timeout_seconds, compiled, True, self._send(_INTERRUPT, self._terminal))
+                    result = await self._waited(timeout_seconds, compiled, True, feed(self._terminal, _INTERRUPT))
                     if not result.timed_out:
                         return result
                     tries -= 1
@@ -184,7 +184,7 @@ class ToolSession:
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
             source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
-            sending = self._send(source + data + b"\0", self._actions)
+            sending = feed(self._actions, source + data + b"\0")
             return await self._waited(timeout_seconds, compiled, reads, sending)
 
     async def write_line(self, line: str, timeout_seconds: float | None, *, patterns: Sequence[str] = ()) -> ActionResult:
@@ -201,7 +201,7 @@ class ToolSession:
             self._require_program()
             if not self.is_open:
                 raise ToolFailedError("no action is open to read a line")
-            return await self._waited(timeout_seconds, compiled, True, self._send(data, self._terminal))
+            return await self._waited(timeout_seconds, compiled, True, feed(self._terminal, data))
 
     async def _waited(
         self, timeout_seconds: float | None, patterns: Patterns, reads: bool, sending: Coroutine[Any, Any, None]
@@ -247,13 +247,14 @@ class ToolSession:
         """Read the terminal up to the output's end; return False if the program ended, None if its time is over."""
         if output.add(unread):
             return True
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     try:
                         data = os.read(self._terminal, _CHUNK_BYTES)
                     except BlockingIOError:
-                        await self._readable(self._terminal)
+                        await until_ready(loop.add_reader, loop.remove_reader, self._terminal)
                         continue
                     except OSError:  # Linux's answer when no program has the terminal open any more
                         data = b""
@@ -277,27 +278,6 @@ class ToolSession:
                 return None
             data += read
         return data[:-1].decode(errors="replace")
-
-    async def _send(self, data: bytes, descriptor: int) -> None:
-        loop = asyncio.get_running_loop()
-        while data:
-            try:
-                data = data[os.write(descriptor, data) :]
-            except BlockingIOError:
-                ready = asyncio.Event()
-                loop.add_writer(descriptor, ready.set)
-                try:
-                    await ready.wait()
-                finally:
-                    loop.remove_writer(descriptor)
-
-    async def _readable(self, descriptor: int) -> None:
-        ready = asyncio.Event()
-        asyncio.get_running_loop().add_reader(descriptor, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            asyncio.get_running_loop().remove_reader(descriptor)
 
     async def _start(self) -> None:
         inner: list[int] = []
