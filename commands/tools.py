@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -20,11 +21,10 @@ def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile
     settings = resolve(config, set_)
     log_to_stderr()
     from runner.sandboxes.agent_sandbox import policy_from
-    from spangrad.http.service import bearer
     from spangrad.types import SandboxRung
 
-    sandbox, token = settings.runner.sandbox, settings.store.token
-    engine = "auto" if sandbox.engine is SandboxRung.NONE else sandbox.engine
+    engine = settings.runner.sandbox.engine
+    engine = "auto" if engine is SandboxRung.NONE else engine
     policy = policy_from(settings.runner, directory.resolve())
     if swe_rex:
         from runner.swe_rex.server import serve as serve_by_routes
@@ -33,5 +33,4 @@ def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile
         return
     from runner.tools.mcp_server import serve
 
-    headers = bearer(token.get_secret_value() if token is not None else None)
-    serve(policy, engine, sandbox.least, settings.store.otlp_endpoint, headers)
+    asyncio.run(serve(settings, policy, engine))

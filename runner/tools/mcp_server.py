@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from mcp import types
@@ -20,33 +19,22 @@ from runner.sandboxes.policy import SandboxPolicy
 from runner.tools.toolbox import Toolbox, open_toolbox
 from span_processors.context import environment_context
 from span_processors.export import tracer_provider
+from spangrad.http.service import bearer
+from spangrad.settings import Settings
 from spangrad.types import SandboxRung
 
 SERVICE = "spangrad-tools"
 
 
-def serve(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], least: SandboxRung, endpoint: str, headers: Mapping[str, str]
-) -> None:
-    """Serve tools in a sandbox until the input ends.
-
-    Args:
-        policy: rules of the sandbox.
-        engine: as of `open_sandbox`.
-        least: as of `open_sandbox`.
-        endpoint: OTLP endpoint that spans are sent to.
-        headers: headers of those requests.
+async def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"]) -> None:
+    """Serve tools in a sandbox until the input ends; arguments as of `runner.swe_rex.server.serve`.
 
     Raises:
         SandboxError: no sandbox can be started.
     """
-    asyncio.run(_serve(policy, engine, least, endpoint, headers))
-
-
-async def _serve(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], least: SandboxRung, endpoint: str, headers: Mapping[str, str]
-) -> None:
-    provider = tracer_provider(SERVICE, endpoint, headers)
+    token, least = settings.store.token, settings.runner.sandbox.least
+    headers = bearer(token.get_secret_value() if token is not None else None)
+    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
     context.attach(environment_context(os.environ))
     try:
         async with open_toolbox(policy, engine, least, provider) as toolbox, stdio_server() as (reading, writing):
