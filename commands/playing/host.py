@@ -30,6 +30,7 @@ from spangrad.episode.environment import as_text
 from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import SpangradError
 from spangrad.http.service import bearer
+from spangrad.processes import private_pipes
 from spangrad.types import Mode
 
 RUN = "play"
@@ -103,10 +104,8 @@ class RemotePerson:
 def main() -> None:
     """Play the episode that standard input names."""
     logging.basicConfig(level=logging.INFO)
-    source, lines = os.fdopen(os.dup(0), "rb"), LineWriter(os.dup(1))
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.dup2(2, 1)
+    replies, answers = private_pipes()
+    source, lines = os.fdopen(replies, "rb"), LineWriter(answers)
     job = msgspec.json.decode(source.readline(), type=PlayJob)
     provider = tracer_provider("spangrad-play", job.otlp_endpoint, bearer(job.otlp_token))
     provider.add_span_processor(RolloutSpanProcessor({}))

@@ -53,7 +53,7 @@ from spangrad.callables import load, load_agent
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.errors import AgentError, EnvironmentsError
-from spangrad.processes import MARK, kill_marked
+from spangrad.processes import MARK, kill_marked, private_pipes
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
 
 LINE_LIMIT_BYTES = 256 * 2**20
@@ -258,16 +258,6 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _private_pipes() -> tuple[int, int]:
-    """Move the two pipes away from the agent: its input is empty, and what it prints goes to the log."""
-    jobs, answers = os.dup(0), os.dup(1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    return jobs, answers
-
-
 def _write(answers: int, *messages: Mapping[str, object]) -> None:
     lines = b"".join(json.dumps(message).encode() + b"\n" for message in messages)
     while lines:
@@ -361,7 +351,7 @@ def main() -> None:
     parser.add_argument("--close-after-run", action="store_true", help="close the environment before the output is evaluated")
     parser.add_argument("--path", type=Path, default=Path(), help="directory in which modules are looked for first, and the command runs")
     args = parser.parse_args()
-    jobs, answers = _private_pipes()
+    jobs, answers = private_pipes()
     initialize()
     sys.path.insert(0, str(args.path.resolve()))
     _end_all_on_sigterm()

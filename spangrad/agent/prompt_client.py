@@ -3,7 +3,7 @@
 In: a name, the attempt's baggage or environment, the URL of the prompts' server. Out: the text, with its version. Invariant: in one attempt
 a name means one version: the one that the attempt is pinned to, else the one that it got first.
 
-An agent's process imports this: the standard library, and OpenTelemetry only if it is there.
+An agent's process imports this: the standard library, and OpenTelemetry once a prompt is asked for.
 """
 
 from __future__ import annotations
@@ -109,24 +109,16 @@ def program_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def attempt_facts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the attributes of the current attempt: its baggage, else the process's environment variables."""
-    try:
-        from opentelemetry import baggage
-    except ImportError:
-        carried: dict[str, str] = {}
-    else:
-        carried = {key: str(value) for key, value in baggage.get_all().items()}
+    from opentelemetry import baggage
+
+    from spangrad.agent.propagation import baggage_of
+
+    carried = {key: str(value) for key, value in baggage.get_all().items()}
     if ROLLOUT_ID not in carried and environ.get("BAGGAGE"):
-        carried = _environment_baggage(environ["BAGGAGE"])
+        carried = baggage_of(environ["BAGGAGE"])
     if PROMPT_NAME not in carried and environ.get(NAME):
         carried |= {PROMPT_NAME: environ[NAME], PROMPT_VERSION: environ.get(VERSION, "")}
     return carried
-
-
-def _environment_baggage(text: str) -> dict[str, str]:
-    from urllib.parse import unquote
-
-    pairs = (member.split(";")[0].partition("=") for member in text.split(","))
-    return {key.strip(): unquote(value.strip()) for key, _, value in pairs}
 
 
 def _pinned(name: str, carried: Mapping[str, str]) -> int | None:
@@ -136,8 +128,6 @@ def _pinned(name: str, carried: Mapping[str, str]) -> int | None:
 
 def _mark(text: Prompt) -> None:
     """Record the version that was fetched on the current span."""
-    try:
-        from opentelemetry import trace
-    except ImportError:
-        return
+    from opentelemetry import trace
+
     trace.get_current_span().set_attributes({PROMPT_NAME: text.name, PROMPT_VERSION: text.version})

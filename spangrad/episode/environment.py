@@ -51,7 +51,9 @@ class Environment(Protocol):
 
     Optional members: `system_prompt` (text), `tools` (a list of tools as OpenAI's API has them; actions are then `ToolAction`),
     `parse(text)` (the action that a reply means; default: the text), `render(observation)` (content of the message that shows an
-    observation; default: text as it is, else JSON) and `close()`.
+    observation; default: text as it is, else JSON) and `close()`. With `roles` there are several players:
+    `acting()` returns whose turn it is, `reset` and `step` take and return values by role, `system_prompt(role)` may be a role's own, and
+    an optional `forfeit(role)` returns what `step` does, where a player gave no reply in time.
     """
 
     def reset(self, task: Any) -> Any:
@@ -60,28 +62,6 @@ class Environment(Protocol):
 
     def step(self, action: Any) -> Any:
         """Apply an action; return a `StepResult`."""
-        ...
-
-
-class PlayersEnvironment(Protocol):
-    """World in which several players act, by the order of its turns; each method may be async.
-
-    Optional members: those of `Environment` but `tools`, with `system_prompt(role)` for a role's own; and `forfeit(role)`, called where a
-    player gave no reply in time, which returns what `step` does.
-    """
-
-    roles: Sequence[str]
-
-    def reset(self, task: Any) -> Any:
-        """Begin an episode; return what each role observes, by role."""
-        ...
-
-    def acting(self) -> Any:
-        """Return the roles whose turn it is: one, or several that act at once."""
-        ...
-
-    def step(self, action: Any) -> Any:
-        """Apply the actions of the acting roles, by role; return a `StepResult` for each role to which something happened, by role."""
         ...
 
 
