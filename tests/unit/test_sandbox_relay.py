@@ -64,7 +64,7 @@ async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytes
 
 
 @pytest.mark.parametrize(("ports", "reason"), [(b"1", "Socket operation on non-socket"), (b"x", "invalid literal")])
-async def test_service_relay_what_is_no_listener_is_closed(
+async def test_service_relay_descriptor_that_is_no_listener_is_closed(
     ports: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failures: list[dict[str, object]] = []
