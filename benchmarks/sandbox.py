@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ async def measure(directory: Path, count: int, kills: int, seed: int) -> dict[st
     policy = with_supervisor(SandboxPolicy(directory / "files", (), {}, False, LIMITS))
     for rung in (SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK):
         try:
-            engine = await asyncio.to_thread(choose, policy, rung)
+            engine = await asyncio.to_thread(choose, replace(policy, engine=rung))
         except SandboxError as error:
             print(f"{rung}: {error}")
             continue

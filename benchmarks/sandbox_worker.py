@@ -32,7 +32,7 @@ async def work(engine: SandboxRung, directory: Path, mark: str) -> None:
     settings = Settings(runner=runner)
     async with (
         open_agent_sandbox(settings, agent) as confined,
-        open_sandbox(SandboxPolicy(directory, (), {}, False, LIMITS), engine) as staying,
+        open_sandbox(SandboxPolicy(directory, (), {}, False, LIMITS, engine=engine)) as staying,
     ):
         assert confined is not None
         log = directory / f"{mark}.log"

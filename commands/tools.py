@@ -21,16 +21,13 @@ def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile
     settings = resolve(config, set_)
     log_to_stderr()
     from runner.sandboxes.agent_sandbox import policy_from
-    from spangrad.types import SandboxRung
 
-    engine = settings.runner.sandbox.engine
-    engine = "auto" if engine is SandboxRung.NONE else engine
     policy = policy_from(settings.runner, directory.resolve())
     if swe_rex:
         from runner.swe_rex.server import serve as serve_by_routes
 
-        serve_by_routes(settings, policy, engine, os.environ)
+        serve_by_routes(settings, policy, os.environ)
         return
     from runner.tools.mcp_server import serve
 
-    asyncio.run(serve(settings, policy, engine))
+    asyncio.run(serve(settings, policy))

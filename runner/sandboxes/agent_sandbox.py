@@ -72,7 +72,7 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
         )
     policy = await asyncio.to_thread(policy_of, settings, agent)
     async with ServiceRelay(policy.services) as relay:
-        engine = await asyncio.to_thread(choose, policy, sandbox.engine, sandbox.least, relay.descriptor)
+        engine = await asyncio.to_thread(choose, policy, relay.descriptor)
         _logger.info("agents run in sandboxes of %s: %s", engine.rung, engine.reason)
         image = policy.image
         private = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
@@ -105,7 +105,7 @@ def policy_from(
     readable: Sequence[Path] = (),
     services: Mapping[int, tuple[str, int]] = MappingProxyType({}),
 ) -> SandboxPolicy:
-    """Return the rules that settings name, once their image is unpacked.
+    """Return the rules that settings name, once their image is unpacked; of any sandbox, where their engine is none.
 
     Args:
         runner: the settings.
@@ -125,4 +125,6 @@ def policy_from(
         limits=SandboxLimits(sandbox.processes, sandbox.memory_bytes, sandbox.disk_bytes),
         image=unpack(sandbox.image, runner.directory / "images") if sandbox.image is not None else None,
         remote=RemoteServer(sandbox.url, sandbox.token.get_secret_value() if sandbox.token else None) if sandbox.url else None,
+        engine="auto" if sandbox.engine is SandboxRung.NONE else sandbox.engine,
+        least=sandbox.least,
     )

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from runner.sandboxes import bubblewrap, landlock, supervisor
 from runner.sandboxes.images import UnpackedImage
@@ -56,19 +55,17 @@ def scratch_directory() -> Path:
     return path
 
 
-def prepare(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
-) -> SandboxEngine:
+def prepare(policy: SandboxPolicy) -> SandboxEngine:
     """Return the engine that fits, after a program has run in it: many sandboxes of a policy are then started without another look.
 
     Raises:
         SandboxError: none works here, or a remote one cannot keep the policy.
     """
-    if engine is SandboxRung.REMOTE:
+    if policy.engine is SandboxRung.REMOTE:
         require_narrow(policy)  # the directory is uploaded
         server = require_expressible(policy)
-        return SandboxEngine(engine, (), f"{without_userinfo(server.url)} is its server", directory=policy.directory, remote=server)
-    return choose(with_supervisor(policy), engine, least)
+        return SandboxEngine(policy.engine, (), f"{without_userinfo(server.url)} is its server", directory=policy.directory, remote=server)
+    return choose(with_supervisor(policy))
 
 
 def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
@@ -82,15 +79,11 @@ def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
     return replace(policy, readable=(*policy.readable, *paths, Path(supervisor.__file__)))
 
 
-def choose(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], least: SandboxRung = SandboxRung.LANDLOCK, control: int | None = None
-) -> SandboxEngine:
+def choose(policy: SandboxPolicy, control: int | None = None) -> SandboxEngine:
     """Return the engine that was asked for, or, for `auto`, the strongest that works here; a program is run in it to find out.
 
     Args:
-        policy: rules of the sandboxes.
-        engine: neither `none` nor `remote`.
-        least: weakest rung that `auto` may choose.
+        policy: rules of the sandboxes, of a rung other than `remote`.
         control: descriptor of the relay's socket. None: no service is reached.
 
     Raises:
@@ -98,7 +91,7 @@ def choose(
     """
     require_narrow(policy)
     strongest_first = [rung for rung in reversed(SandboxRung) if rung.reaches(SandboxRung.LANDLOCK)]
-    rungs = [rung for rung in strongest_first if rung.reaches(least)] if engine == "auto" else [engine]
+    rungs = [rung for rung in strongest_first if rung.reaches(policy.least)] if policy.engine == "auto" else [policy.engine]
     scratch = scratch_directory()
     landlock.remove_left_behind(scratch)
     reasons: list[str] = []

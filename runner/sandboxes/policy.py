@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 import span_processors
@@ -19,6 +20,7 @@ import spangrad
 from runner.sandboxes.images import UnpackedImage
 from spangrad.errors import SandboxError
 from spangrad.processes import LOOPBACK
+from spangrad.types import SandboxRung
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt")
 """Directories of programs and libraries; links are kept as links."""
@@ -82,6 +84,10 @@ class SandboxPolicy:
     """File system that programs see in place of this machine's programs and libraries. None: they see those."""
     remote: RemoteServer | None = None
     """Server of the rung `remote`. None: there is none."""
+    engine: SandboxRung | Literal["auto"] = "auto"
+    """Rung that confines programs, other than `none`. Auto: the strongest that works here."""
+    least: SandboxRung = SandboxRung.LANDLOCK
+    """Weakest rung that `auto` may choose."""
 
     def visible(self) -> list[Path]:
         """Return the files and directories that exist and are visible beside `SYSTEM`, none below another."""

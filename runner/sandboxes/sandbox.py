@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Literal
 
 from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, prepare
@@ -323,15 +322,13 @@ OpenSandbox = Sandbox | RemoteSandbox
 
 
 @asynccontextmanager
-async def open_sandbox(
-    policy: SandboxPolicy | SandboxEngine, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
-) -> AsyncGenerator[OpenSandbox]:
-    """Start a sandbox by the engine that fits, or by one that `prepare` returned, for as long as the block.
+async def open_sandbox(policy: SandboxPolicy | SandboxEngine) -> AsyncGenerator[OpenSandbox]:
+    """Start a sandbox by the engine that fits a policy, or by one that `prepare` returned, for as long as the block.
 
     Raises:
         SandboxError: none works here, or it did not start.
     """
-    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare, policy, engine, least)
+    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare, policy)
     if prepared.remote is not None:
         async with RemoteSandbox(prepared.remote, prepared.directory) as remote:
             yield remote

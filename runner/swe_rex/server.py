@@ -12,7 +12,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -60,13 +60,12 @@ def address_of(settings: Settings) -> Address:
     return Address("tools", "docs/guides/sandboxes.md", settings.tools.host, settings.tools.port, settings.tools.token)
 
 
-def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], environment: Mapping[str, str]) -> None:
+def serve(settings: Settings, policy: SandboxPolicy, environment: Mapping[str, str]) -> None:
     """Serve a sandbox until SIGTERM or SIGINT.
 
     Args:
-        settings: address, key, least rung and store.
+        settings: address, key and store.
         policy: rules of the sandbox.
-        engine: as of `open_sandbox`.
         environment: environment variables, which may name the trace of the actions.
 
     Raises:
@@ -74,20 +73,20 @@ def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Liter
         SandboxError: no sandbox can be started.
     """
     address_of(settings).require_usable()
-    if engine is SandboxRung.REMOTE:
+    if policy.engine is SandboxRung.REMOTE:
         raise SandboxError("a server of a sandbox starts it on this machine. Set runner.sandbox.engine to auto, bubblewrap or landlock.")
     http_server.serve(
-        lambda: running(settings, policy, engine, environment_context(environment)),
+        lambda: running(settings, policy, environment_context(environment)),
         lambda url: log.info("tools ready: %s, by SWE-ReX's routes", url),
     )
 
 
 @asynccontextmanager
-async def running(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"], parent: Context) -> AsyncGenerator[str]:
+async def running(settings: Settings, policy: SandboxPolicy, parent: Context) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield the URL. Arguments and errors as of `serve`; `parent` is the trace of the actions."""
     token = settings.store.token
     headers = bearer(token.get_secret_value() if token is not None else None)
-    prepared = await asyncio.to_thread(prepare_tools, policy, engine, settings.runner.sandbox.least)
+    prepared = await asyncio.to_thread(prepare_tools, policy)
     log.info("tools act in sandboxes of %s: %s", prepared.rung, prepared.reason)
     provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
     runtime = RexRuntime(prepared, ActionSpans(prepared.image, provider))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any, Literal
+from typing import Any
 
 from mcp import types
 from mcp.server.lowlevel import Server
@@ -21,23 +21,22 @@ from span_processors.context import environment_context
 from span_processors.export import tracer_provider
 from spangrad.http.service import bearer
 from spangrad.settings import Settings
-from spangrad.types import SandboxRung
 
 SERVICE = "spangrad-tools"
 
 
-async def serve(settings: Settings, policy: SandboxPolicy, engine: SandboxRung | Literal["auto"]) -> None:
-    """Serve tools in a sandbox until the input ends; arguments as of `runner.swe_rex.server.serve`.
+async def serve(settings: Settings, policy: SandboxPolicy) -> None:
+    """Serve tools in a sandbox until the input ends; their spans go to the store of the settings.
 
     Raises:
         SandboxError: no sandbox can be started.
     """
-    token, least = settings.store.token, settings.runner.sandbox.least
+    token = settings.store.token
     headers = bearer(token.get_secret_value() if token is not None else None)
     provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
     context.attach(environment_context(os.environ))
     try:
-        async with open_toolbox(policy, engine, least, provider) as toolbox, stdio_server() as (reading, writing):
+        async with open_toolbox(policy, provider) as toolbox, stdio_server() as (reading, writing):
             server = mcp_server(toolbox)
             await server.run(reading, writing, server.create_initialization_options())
     finally:

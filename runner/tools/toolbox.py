@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from opentelemetry import trace
 
@@ -235,24 +235,17 @@ class Toolbox:
 
 
 @asynccontextmanager
-async def open_toolbox(
-    policy: SandboxPolicy | SandboxEngine,
-    engine: SandboxRung | Literal["auto"] = "auto",
-    least: SandboxRung = SandboxRung.LANDLOCK,
-    provider: trace.TracerProvider | None = None,
-) -> AsyncGenerator[Toolbox]:
+async def open_toolbox(policy: SandboxPolicy | SandboxEngine, provider: trace.TracerProvider | None = None) -> AsyncGenerator[Toolbox]:
     """Start a sandbox with a shell, for as long as the block.
 
     Args:
         policy: rules of the sandbox, or an engine that `prepare_tools` returned.
-        engine: as of `open_sandbox`.
-        least: as of `open_sandbox`.
         provider: as of `Toolbox`.
 
     Raises:
         SandboxError: they cannot be started.
     """
-    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare_tools, policy, engine, least)
+    prepared = policy if isinstance(policy, SandboxEngine) else await asyncio.to_thread(prepare_tools, policy)
     async with AsyncExitStack() as stack:
         sandbox = await stack.enter_async_context(open_sandbox(prepared))
         try:
@@ -264,17 +257,15 @@ async def open_toolbox(
         yield Toolbox(sandbox, shell, stack, provider)
 
 
-def prepare_tools(
-    policy: SandboxPolicy, engine: SandboxRung | Literal["auto"] = "auto", least: SandboxRung = SandboxRung.LANDLOCK
-) -> SandboxEngine:
+def prepare_tools(policy: SandboxPolicy) -> SandboxEngine:
     """Return the engine for many toolboxes of a policy, as of `prepare`.
 
     Raises:
         SandboxError: none works here, or a remote one cannot keep the policy.
     """
-    if engine is SandboxRung.REMOTE:
-        return prepare(policy, engine)
-    return prepare(replace(policy, readable=(*policy.readable, Path(interpreter.__file__))), engine, least)
+    if policy.engine is SandboxRung.REMOTE:
+        return prepare(policy)
+    return prepare(replace(policy, readable=(*policy.readable, Path(interpreter.__file__))))
 
 
 async def _of_model(request: Awaitable[Any]) -> Any:

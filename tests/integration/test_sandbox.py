@@ -31,8 +31,7 @@ def directory() -> Generator[Path]:
 
 @pytest.fixture(params=[SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK])
 async def sandbox(request: pytest.FixtureRequest, directory: Path) -> AsyncGenerator[Sandbox]:
-    policy = SandboxPolicy(directory, (), {}, False, LIMITS)
-    opened = open_sandbox(policy, request.param)
+    opened = open_sandbox(SandboxPolicy(directory, (), {}, False, LIMITS, engine=request.param))
     try:
         started = await opened.__aenter__()
     except SandboxError as error:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Generator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def _prepare(policy: SandboxPolicy) -> None:
     """Prepare the command line of each rung, or keep why this machine has it not."""
     for rung in (SandboxRung.BUBBLEWRAP, SandboxRung.LANDLOCK):
         try:
-            PREFIXES[rung] = list(choose(policy, rung).prefix)
+            PREFIXES[rung] = list(choose(replace(policy, engine=rung)).prefix)
         except SandboxError as error:
             SHORTCOMINGS[rung] = str(error)
     for rung, of_root in ((AS_A_USER, SandboxRung.BUBBLEWRAP), (LANDLOCK_AS_A_USER, SandboxRung.LANDLOCK)):

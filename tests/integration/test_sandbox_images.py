@@ -66,6 +66,6 @@ async def test_toolbox_in_an_image_sees_its_files_alone(policy: SandboxPolicy, i
 
 def test_prepare_with_an_image_needs_mounts_and_an_interpreter(policy: SandboxPolicy, image: UnpackedImage) -> None:
     with pytest.raises(SandboxError, match="landlock does not: an image needs mounts of its own"):
-        prepare(policy, SandboxRung.LANDLOCK)
+        prepare(replace(policy, engine=SandboxRung.LANDLOCK))
     with pytest.raises(SandboxError, match=r"has no python3 in its PATH, which a sandbox needs \(3.9 or newer\)"):
         prepare(replace(policy, image=replace(image, interpreter=None)))

@@ -67,7 +67,7 @@ async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPo
     with OtlpSink() as sink:
         settings = Settings(tools=ToolServiceSettings(port=0, token=SecretStr("key")), store=StoreSettings(otlp_endpoint=sink.url))
         try:
-            async with running(settings, policy, "auto", parent) as url:
+            async with running(settings, policy, parent) as url:
                 code, stdout, stderr = await client(url, "key")
                 refused, _, why = await client(url, "wrong")
         except SandboxError as error:
@@ -132,7 +132,7 @@ async def test_rex_runtime_whose_shell_fails_to_close_stops_its_sandbox(policy: 
 
 @asynccontextmanager
 async def server_of_ours(policy: SandboxPolicy, key: str) -> AsyncGenerator[str]:
-    async with running(Settings(tools=ToolServiceSettings(port=0, token=SecretStr(key))), policy, "auto", Context()) as url:
+    async with running(Settings(tools=ToolServiceSettings(port=0, token=SecretStr(key))), policy, Context()) as url:
         yield url
 
 
@@ -172,12 +172,13 @@ def busy_server_of_the_package(policy: SandboxPolicy, key: str) -> AbstractAsync
 
 @pytest.mark.parametrize("serve", [server_of_ours, server_of_the_package, busy_server_of_the_package])
 async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: SandboxPolicy) -> None:
+    remote = replace(policy, engine=SandboxRung.REMOTE)
     try:
         async with serve(policy, "key") as url:
             with pytest.raises(SandboxError, match=r"did not start: .*See runner\.sandbox\.token"):
-                async with open_toolbox(replace(policy, remote=RemoteServer(url, "wrong")), SandboxRung.REMOTE):
+                async with open_toolbox(replace(remote, remote=RemoteServer(url, "wrong"))):
                     pass
-            async with open_toolbox(replace(policy, remote=RemoteServer(url, "key")), SandboxRung.REMOTE) as tools:
+            async with open_toolbox(replace(remote, remote=RemoteServer(url, "key"))) as tools:
                 await act_everywhere(tools)
     except SandboxError as error:
         if "no sandbox can be started here" not in str(error):

@@ -138,17 +138,17 @@ def test_rung_reaches_weaker_rungs_alone() -> None:
 
 def test_prepare_remote_sandbox_refuses_policies_beyond_the_protocol(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"Set runner\.sandbox\.url"):
-        prepare(policy(tmp_path), SandboxRung.REMOTE)
-    remote = replace(policy(tmp_path), remote=RemoteServer("http://sandboxes:8000"))
-    assert prepare(remote, SandboxRung.REMOTE).remote == remote.remote
+        prepare(replace(policy(tmp_path), engine=SandboxRung.REMOTE))
+    remote = replace(policy(tmp_path), engine=SandboxRung.REMOTE, remote=RemoteServer("http://sandboxes:8000"))
+    assert prepare(remote).remote == remote.remote
     with pytest.raises(SandboxError, match="the home directory of this user included"):
-        prepare(replace(remote, directory=Path("/")), SandboxRung.REMOTE)
+        prepare(replace(remote, directory=Path("/")))
     for demanding, name in (
         (replace(remote, readable=(tmp_path,)), "files"),
         (replace(remote, services={80: ("127.0.0.1", 80)}), "services"),
     ):
         with pytest.raises(SandboxError, match=f"cannot hand on the .*{name} of a policy"):
-            prepare(demanding, SandboxRung.REMOTE)
+            prepare(demanding)
 
 
 async def test_program_without_a_sandbox_warns_once_with_program_place_and_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -98,4 +98,4 @@ async def test_rex_server_keeps_a_bounded_number_of_answers_and_bytes(monkeypatc
 def test_rex_server_beyond_loopback_requires_a_token(tmp_path: Path) -> None:
     policy = SandboxPolicy(tmp_path, (), {}, False, SandboxLimits(1, 1, 1))
     with pytest.raises(SpangradError, match=r"Set tools\.token, or bind 127\.0\.0\.1"):
-        serve(Settings(tools=ToolServiceSettings(host="0.0.0.0")), policy, "auto", {})
+        serve(Settings(tools=ToolServiceSettings(host="0.0.0.0")), policy, {})
