@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from spangrad.agent.reward_values import rewards_from
-from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, user_call
 from spangrad.http import server as http_server
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
@@ -100,8 +100,4 @@ class EvaluatorRoutes:
 
     async def _judge(self, judged: EvaluationRequest) -> Any:
         keywords = dict.fromkeys(self._takes_environment, judged.environment)
-        if inspect.iscoroutinefunction(self._evaluator):
-            return await self._evaluator(judged.input, judged.output, **keywords)
-        call = thread_call(self._evaluator, judged.input, judged.output, **keywords)
-        result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        return await result if inspect.isawaitable(result) else result
+        return await user_call(self._threads, self._evaluator, judged.input, judged.output, **keywords)

@@ -12,7 +12,6 @@ without arguments: the environment is its `EnvironmentCalls`.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from typing import Any
 
 from spangrad.episode.adapters.references import is_factory
 from spangrad.episode.environment import EnvironmentCalls
-from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
+from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, user_call
 
 Call = Callable[..., Awaitable[Any]]
 _CLOSE_SECONDS = 4.0
@@ -75,15 +74,8 @@ class LocalEnvironment:
         try:
             async with timeout:
                 with plain_exceptions():
-                    await self._call(close)
+                    await user_call(self._threads, close)
         except USER_ERRORS:  # whatever it raises, the attempt's result is known
             traceback.print_exc()
         self._closed_in_time = not timeout.expired()
         return self._closed_in_time
-
-    async def _call(self, close: Callable[[], Any]) -> None:
-        loop = asyncio.get_running_loop()
-        in_loop = inspect.iscoroutinefunction(close)
-        result = close() if in_loop else await loop.run_in_executor(self._threads, thread_call(close))
-        if inspect.isawaitable(result):
-            await result

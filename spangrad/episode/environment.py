@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeGuard, cast
 
 from spangrad.agent.reward_values import is_finite
-from spangrad.episode.user_calls import thread_call
+from spangrad.episode.user_calls import thread_call, user_call
 from spangrad.errors import EnvironmentsError
 
 Content = str | list[dict[str, Any]]
@@ -188,10 +188,7 @@ class EnvironmentCalls:
             self._thread.shutdown(wait=False)
 
     async def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
-        if inspect.iscoroutinefunction(method):
-            return await method(*arguments)
-        result = await asyncio.get_running_loop().run_in_executor(self._thread, thread_call(method, *arguments))
-        return await result if inspect.isawaitable(result) else result
+        return await user_call(self._thread, method, *arguments)
 
 
 def checked_result(method: str, result: object) -> StepResult:

@@ -6,15 +6,13 @@ of a policy, so that nothing of them is trained.
 
 from __future__ import annotations
 
-import asyncio
 import importlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from spangrad.episode.player import ModelReply, ReplyRequest
-from spangrad.episode.user_calls import thread_call
+from spangrad.episode.user_calls import user_call
 from spangrad.errors import SettingsError
 
 
@@ -43,8 +41,5 @@ class ScriptModel:
 
     async def reply(self, request: ReplyRequest) -> ModelReply:
         """Call the function; a plain one in a thread."""
-        if inspect.iscoroutinefunction(self.function):
-            text = await self.function(request.messages)
-        else:
-            text = await asyncio.to_thread(thread_call(self.function, request.messages))
+        text = await user_call(None, self.function, request.messages)
         return ModelReply({"role": "assistant", "content": str(text)}, "stop")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 from collections.abc import Callable, Generator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +35,25 @@ def thread_call(function: Callable[..., Any], /, *arguments: object, **keywords:
             raise RuntimeError(f"{name} raised StopIteration") from error
 
     return call
+
+
+async def user_call(executor: Executor | None, function: Callable[..., Any], /, *arguments: object, **keywords: object) -> Any:
+    """Call a function, and wait for its result where it is awaitable; a plain one in a thread of a pool.
+
+    Args:
+        executor: the pool. None: the event loop's own.
+        function: the function, plain or async.
+        arguments: its arguments.
+        keywords: its keyword arguments.
+
+    Raises:
+        RuntimeError: the plain function raised StopIteration.
+        Exception: any of the function's.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **keywords)
+    result = await asyncio.get_running_loop().run_in_executor(executor, thread_call(function, *arguments, **keywords))
+    return await result if inspect.isawaitable(result) else result
 
 
 @contextmanager
