@@ -10,12 +10,11 @@ import asyncio
 import logging
 from pathlib import Path
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 import msgspec
 from sqlalchemy import event
 
-from runner.ids import ordered_ids
+from runner.ids import file_name, ordered_ids
 from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
@@ -120,7 +119,7 @@ class EmbeddedQueue(QueueClient):
 
 
 def _directory(settings: RunnerSettings) -> Path:
-    directory = settings.directory / "queues" / quote(settings.run_id, safe="").replace(".", "%2E")
+    directory = settings.directory / "queues" / file_name(settings.run_id)
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 

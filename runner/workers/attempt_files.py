@@ -11,8 +11,8 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
-from urllib.parse import quote
 
+from runner.ids import file_name
 from spangrad.text_sanitizer import storable
 
 LOG = "output.log"
@@ -57,7 +57,7 @@ class AttemptFiles:
 
     def directory(self, rollout_id: str, attempt: int) -> str | None:
         """Return the directory of an attempt, which its first writer creates. None: no files are kept."""
-        return str(self._root / _name(rollout_id) / str(attempt)) if self._keep else None
+        return str(self._root / file_name(rollout_id) / str(attempt)) if self._keep else None
 
     def tail(self, rollout_id: str, attempt: int) -> str:
         """Return the end of what an attempt printed; empty if it printed nothing, or no files are kept."""
@@ -84,7 +84,7 @@ class AttemptFiles:
 
     def logs(self, rollout_id: str) -> Mapping[int, Path]:
         """Return the logs of a rollout's attempts on this machine, by attempt."""
-        root = self._root / _name(rollout_id)
+        root = self._root / file_name(rollout_id)
         numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
         return {number: log for number in numbers if (log := root / str(number) / LOG).exists()}
 
@@ -98,11 +98,6 @@ def _end_of(file: Path, most_bytes: int, start: int = 0) -> str:
     with file.open("rb") as log:
         log.seek(max(start, log.seek(0, os.SEEK_END) - most_bytes))
         return log.read().decode(errors="replace")
-
-
-def _name(rollout_id: str) -> str:
-    """Return the name of a rollout's directory, safe for any id."""
-    return quote(rollout_id, safe="").replace(".", "%2E")[:200]
 
 
 def _begun(rollout: Path) -> tuple[float, str]:

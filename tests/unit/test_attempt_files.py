@@ -32,6 +32,13 @@ def test_attempt_files_tail_is_the_end_of_a_log(tmp_path: Path) -> None:
     assert AttemptFiles(tmp_path, 0).tail("r/1", 0) == ""
 
 
+def test_attempt_files_of_long_ids_that_end_differently_lie_apart(tmp_path: Path) -> None:
+    files = AttemptFiles(tmp_path, 2)
+    for number in range(2):
+        _print(files, f"run/{'k' * 500}/0/{number}", 0, f"output {number}")
+    assert [files.tail(f"run/{'k' * 500}/0/{number}", 0) for number in range(2)] == ["output 0", "output 1"]
+
+
 def _print(files: AttemptFiles, rollout_id: str, attempt: int, text: str) -> None:
     directory = Path(files.directory(rollout_id, attempt) or "")
     directory.mkdir(parents=True)
