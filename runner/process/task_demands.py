@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
+from runner.ids import require_short
 from runner.process.wire import ROLLOUTS_MOST, TaskDemand, TaskDemandState
 from runner.queue.service import Service
 from runner.queue.tables import TASK_DEMANDS, TASKS
@@ -57,7 +58,7 @@ class TaskDemands:
             State of the demand. None: the run has no tasks of that name.
 
         Raises:
-            ValueError: the tasks are none, or are demanded in another way already.
+            ValueError: the tasks are none, or are demanded in another way already; or the ids of their rollouts are too long.
         """
         stored = await self._data.named(run_id, name)
         if stored is None:
@@ -65,6 +66,7 @@ class TaskDemands:
         if stored.tasks == 0:
             raise ValueError(f"tasks {name} of run {run_id} are none. Upload some.")
         groups = stored.tasks if demand.groups is None else demand.groups
+        require_short([_rollout_id(run_id, name, stored.digest, groups - 1, demand.rollouts - 1)])
         manner = msgspec.json.encode(msgspec.structs.replace(demand, groups=None)).decode()
         key = {"run_id": run_id, "name": name, "digest": stored.digest}
         of = sa.and_(*[TASK_DEMANDS.c[column] == value for column, value in key.items()])

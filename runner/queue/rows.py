@@ -16,6 +16,7 @@ import msgspec
 import sqlalchemy as sa
 from msgspec import Raw
 
+from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
 from runner.queue.wire import (
     AttemptRecord,
@@ -87,8 +88,9 @@ def enqueue(
         Number of rollouts that were known.
 
     Raises:
-        ValueError: another run has a rollout with one of the ids.
+        ValueError: another run has a rollout with one of the ids, or one is too long.
     """
+    require_short(ids)
     known = {row.rollout_id: row.run_id for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
     for name, run in known.items():
         if run != run_id:

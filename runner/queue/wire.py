@@ -11,17 +11,17 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Raw
 
+from runner.ids import ID_CHARACTERS
+from spangrad.agent.reward_values import Rewards
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion, SandboxRung
 
 NO_NULL = r"^[^\x00]*$"
 """Pattern of texts without a null character, which PostgreSQL cannot store: it would fail the transaction of all requests that share it."""
-Name = Annotated[str, Meta(min_length=1, max_length=512, pattern=NO_NULL)]
-OptionalName = Annotated[str, Meta(max_length=512, pattern=NO_NULL)]
+Name = Annotated[str, Meta(min_length=1, max_length=ID_CHARACTERS, pattern=NO_NULL)]
+OptionalName = Annotated[str, Meta(max_length=ID_CHARACTERS, pattern=NO_NULL)]
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=100_000)]
-Rewards = dict[str, float | dict[str, float]]
-"""Rewards by name: a number for all roles, or numbers by role."""
 LIST_MOST = 1000
 """Largest number of rollouts in one response."""
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]

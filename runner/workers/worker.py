@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,6 @@ from runner.workers.attempts import EndedAttempt, Stop, StopReason
 from runner.workers.handlers import Handlers
 from runner.workers.root_spans import by_name
 from runner.workers.slots import StageClock
-from spangrad.agent.reward_values import Rewards
 from spangrad.leases import this_process
 from spangrad.types import AttemptFailure, Stage
 
@@ -228,11 +227,10 @@ class Worker:
 
 
 def _completion(ended: EndedAttempt) -> Completion:
-    rewards = by_name(ended.answer.rewards)
     return Completion(
         rollout_id=ended.lease.rollout_id,
         attempt=ended.lease.attempt,
-        rewards=_plain(rewards) if rewards else None,
+        rewards=by_name(ended.answer.rewards) or None,
         calls=ended.calls,
         seconds=ended.seconds,
     )
@@ -240,7 +238,6 @@ def _completion(ended: EndedAttempt) -> Completion:
 
 def _failure(ended: EndedAttempt) -> Failure:
     assert ended.answer.failure is not None
-    rewards = by_name(ended.answer.rewards)
     return Failure(
         rollout_id=ended.lease.rollout_id,
         attempt=ended.lease.attempt,
@@ -248,10 +245,6 @@ def _failure(ended: EndedAttempt) -> Failure:
         detail=ended.answer.detail,
         calls=ended.calls,
         seconds=ended.seconds,
-        rewards=None if rewards is None else _plain(rewards),
+        rewards=by_name(ended.answer.rewards),
         retry=ended.answer.failure is not AttemptFailure.NO_HANDLER,
     )
-
-
-def _plain(rewards: Rewards) -> dict[str, float | dict[str, float]]:
-    return {name: dict(given) if isinstance(given, Mapping) else given for name, given in rewards.items()}

@@ -11,7 +11,7 @@ import numbers
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-Rewards = Mapping[str, "float | Mapping[str, float]"]
+Rewards = Mapping[str, float | Mapping[str, float]]
 """Rewards by name: a number for every role, or numbers by role."""
 
 

@@ -36,13 +36,13 @@ async def asked(settings: Settings, method: str, path: str, body: object = None)
         return answer.status, await answer.json()
 
 
-async def upload(settings: Settings, tasks: list[Task]) -> None:
+async def upload(settings: Settings, tasks: list[Task], path: str = PATH) -> None:
     rows = [
         {"task_id": task.task_id, "input": task.input, "least_sandbox": task.least_sandbox, "data_source": task.data_source}
         for task in tasks
     ]
     assert (await asked(settings, "POST", "/v1/tasks", {"digest": digest_of(tasks), "first": 0, "tasks": rows}))[0] == 200
-    assert (await asked(settings, "PUT", PATH, {"digest": digest_of(tasks), "tasks": len(tasks)}))[0] == 200
+    assert (await asked(settings, "PUT", path, {"digest": digest_of(tasks), "tasks": len(tasks)}))[0] == 200
 
 
 async def until_enqueued(settings: Settings, groups: int) -> None:
@@ -99,3 +99,13 @@ async def test_task_demand_is_a_level_until_it_is_ended(settings: Settings) -> N
         await upload(settings, TASKS[:1])
         assert (await asked(settings, "GET", f"{PATH}/demand"))[0] == 404, "other tasks have a demand of their own"
         assert (await queue.run("run")).states == {"queued": 4}
+
+
+async def test_task_demand_whose_rollout_ids_are_too_long_is_refused(settings: Settings) -> None:
+    path = f"/v1/runs/run/tasks/{'n' * 600}"
+    async with serving(settings) as (queue, _):
+        await upload(settings, TASKS, path)
+        status, refused = await asked(settings, "PUT", f"{path}/demand", {"groups": 1})
+        assert (status, await queue.runs()) == (400, [])
+        assert "characters, and 512 are allowed. Shorten" in refused["error"]
+        assert (await asked(settings, "GET", f"{path}/demand"))[0] == 404, "it was not recorded"
