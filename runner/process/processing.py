@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 NO_GATEWAY = "sampling and limits need a gateway, and the setting runner.gateway is false. Leave them out."
 """Refusal of a request that sets them."""
 BUILD_SECONDS = 120.0
-"""Time from a rollout's end within which its build is waited for, in seconds; then it is answered without turns."""
+"""Time since a rollout was first seen to have ended within which its build is waited for, in seconds; then it is answered without turns."""
+_UNBUILT_KEPT = 100_000
+"""Number of rollouts without a build of which it is remembered when they were seen to have ended; older ones are waited for anew."""
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 """Longest time between two looks at rollouts that are waited for, in seconds: for a build whose arrival was not noticed."""
@@ -98,6 +100,8 @@ class Processing:
         self._callbacks = Callbacks(service, settings.queue, self.trajectories)
         self.demands = TaskDemands(service)
         """Rollouts of stored tasks, which the server enqueues by itself."""
+        self._unbuilt: dict[str, float] = {}
+        """Monotonic time at which a rollout was first seen to have ended without a build, oldest first."""
         self._clients: list[Client] = []
         """Clients of the store that no request uses at the moment."""
 
@@ -168,14 +172,21 @@ class Processing:
             ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
             built = await asyncio.to_thread(self._read, run_id, [rollout.rollout_id for rollout in ended]) if ended else {}
             for rollout in ended:
-                trajectory = built.get(rollout.rollout_id)
-                if trajectory or _is_unbuildable(rollout, time.time()):
+                if trajectory := built.get(rollout.rollout_id):
+                    self._unbuilt.pop(rollout.rollout_id, None)
+                if trajectory or self._is_unbuildable(rollout):
                     del pending[rollout.rollout_id]
                     yield _trajectory(rollout, trajectory, self.spec)
             if not pending or time.monotonic() >= end or self._service.stopping or is_over():
                 return
             await _wait_for_any([builds, ends] if len(ended) < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))
             await asyncio.sleep(_GATHER_SECONDS)
+
+    def _is_unbuildable(self, rollout: QueuedRollout) -> bool:
+        """Return whether no build is waited for: no attempt began, or its end was seen too long ago."""
+        if len(self._unbuilt) > _UNBUILT_KEPT:
+            del self._unbuilt[next(iter(self._unbuilt))]
+        return not rollout.attempts or time.monotonic() - self._unbuilt.setdefault(rollout.rollout_id, time.monotonic()) > BUILD_SECONDS
 
     def _read(self, run_id: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
         try:
@@ -198,12 +209,6 @@ async def _wait_for_any(events: Sequence[asyncio.Event], end: float) -> None:
 
 def _ended(connection: sa.Connection, ids: Sequence[str]) -> list[QueuedRollout]:
     return [rollout for part in rows.chunks(ids) for rollout in rows.ended_among(connection, part)]
-
-
-def _is_unbuildable(rollout: QueuedRollout, now: float) -> bool:
-    """Return whether no build is waited for: no attempt began, or its end is too long ago."""
-    last = rollout.attempts[-1] if rollout.attempts else None
-    return last is None or (last.ended_at is not None and now - last.ended_at > BUILD_SECONDS)
 
 
 def _trajectory(rollout: QueuedRollout, built: BuiltTrajectory | None, spec: str) -> Trajectory:

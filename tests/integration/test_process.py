@@ -216,10 +216,14 @@ async def test_process_waits_for_a_build_for_a_limited_time(settings: Settings, 
         await client.lease(request["run_id"], "worker")
         await client.fail([Failure(rollout_id=rollout, attempt=0, reason=AttemptFailure.CRASH, detail="it died")])
         assert (await process(settings, request))[1] == {"trajectories": [], "pending": [rollout]}
+        tomorrow = time.time() + 86400
+        monkeypatch.setattr(time, "time", lambda: tomorrow)
+        assert (await process(settings, request))[1] == {"trajectories": [], "pending": [rollout]}, "a clock that is set forward"
         monkeypatch.setattr(processing, "BUILD_SECONDS", 0.0)
         ((trajectory,), pending) = (await process(settings, request))[1].values()
-    assert (pending, trajectory["state"], trajectory["failure"], trajectory["detail"]) == ([], "dead", "crash", "it died")
-    assert (trajectory["built"], trajectory["attempts"]) == (False, 1)
+        assert (pending, trajectory["state"], trajectory["failure"], trajectory["detail"]) == ([], "dead", "crash", "it died")
+        assert (trajectory["built"], trajectory["attempts"]) == (False, 1)
+        assert (await process(settings, request))[1] == {"trajectories": [trajectory], "pending": []}, "the same answer again"
 
 
 async def test_process_store_away_keeps_the_rollouts(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +258,7 @@ async def test_process_stream_reports_a_queue_database_that_is_away(settings: Se
         ({"tasks": [{"task_id": "t", "input": 1, "rollouts": 600}] * 2}, "the tasks ask for more than 1000 rollouts"),
         ({"wait_seconds": 601}, "<= 600"),
         ({"key": ""}, "length >= 1"),
+        ({"run_id": "r" * 512}, "has 522 characters, and 512 are allowed"),
         ({"nonsense": "x"}, "unknown field `nonsense`"),
         ({"callback": "ftp://127.0.0.1/x"}, "matching regex"),
         ({"callback": "http://127.0.0.1:9/x"}, "queue.callback_hosts of the server does not list 127.0.0.1:9."),
