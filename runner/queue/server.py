@@ -242,4 +242,7 @@ def _limit(request: web.Request) -> int:
 
 
 def _wait(request: web.Request) -> float:
-    return min(float(request.query.get("wait", "0")), WAIT_MOST)
+    text = request.query.get("wait", "0")
+    if not (seconds := float(text)) >= 0:  # as NaN is not
+        raise ValueError(f"wait={text!r} is no number of seconds from 0 on.")
+    return min(seconds, WAIT_MOST)
