@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 _GATHER_SECONDS = 0.01
@@ -20,7 +21,8 @@ class Notifier:
 
     def __init__(self) -> None:
         """Start without waiting tasks."""
-        self._events: dict[str, asyncio.Event] = {}
+        self._events = WeakValueDictionary[str, asyncio.Event]()
+        """Events that a task holds, since it waits for them."""
         self._closed = False
 
     @property
