@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 from aiohttp import web
@@ -43,8 +44,8 @@ def address_of(settings: Settings) -> Address:
     return Address("rewards", "docs/guides/environments.md", settings.rewards.host, settings.rewards.port, settings.rewards.token)
 
 
-def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
-    """Serve until SIGTERM or SIGINT.
+def serve(settings: Settings, evaluator: Callable[..., Any]) -> NoReturn:
+    """Serve until SIGTERM or SIGINT, then end the process.
 
     Raises:
         SpangradError: the address may not be bound, or is in use.
@@ -54,6 +55,8 @@ def serve(settings: Settings, evaluator: Callable[..., Any]) -> None:
     http_server.serve(
         lambda: running(settings, evaluator), lambda url: log.info("rewards ready: %s, %d evaluators at once", url, concurrency)
     )
+    logging.shutdown()
+    os._exit(0)  # an ordinary exit would wait for an evaluator's thread that never ends
 
 
 @asynccontextmanager

@@ -141,6 +141,21 @@ async def test_rewards_service_outlives_evaluator_that_exits(evaluator: Callable
             assert (answer.status, await answer.json()) == (200, 1.0)
 
 
+async def test_rewards_service_ends_while_an_evaluator_hangs(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(
+        "import pathlib, time\ndef score(task, output):\n    pathlib.Path(task).touch()\n    time.sleep(3600)"
+    )
+    began = tmp_path / "began"
+    judged = {"rollout_id": "r", "attempt": 0, "task_id": "t", "input": str(began)}
+    with process("rewards", tmp_path, "rewards", "serve", "--evaluator", "endless:score") as (service, url):
+        async with aiohttp.ClientSession() as client:
+            request = asyncio.create_task(client.post(url, json=judged))
+            await asyncio.to_thread(wait_until, began.exists, 20, "the evaluator")
+            request.cancel()
+        service.process.terminate()
+        assert await asyncio.to_thread(service.process.wait, 20) == 0
+
+
 @pytest.mark.slow
 async def test_environment_lease_of_killed_worker_expires(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
