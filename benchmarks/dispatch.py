@@ -33,8 +33,8 @@ from benchmarks.meter import machine_cpu, tree
 from benchmarks.peers import agent_lightning_dispatch
 from benchmarks.peers.agent_lightning import OFFLINE
 from benchmarks.scratch import exit_code, scratch
-from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
+from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
 
 PEERS: Mapping[str, Callable[[Path], AbstractContextManager[agent_lightning_dispatch.Dispatcher]]] = {
@@ -175,13 +175,13 @@ def ours(directory: Path, count: int, waiting: int, workers: int, *, batch: int,
         many = ("--batch", batch, "--streams", streams)
         starting = [process("work", "--count", quota, "--name", f"worker {i}", *many) for i, quota in enumerate(quotas)]
         figures, enqueued, handled, refused = measure(process("enqueue", "--count", count), starting, [child.process.pid], count)
-        with SyncQueueClient(QueueClient(url)) as queue:
-            succeeded: list[str] = []
-            cursor = 0
-            while (page := queue.wait(queue.client.ended(RUN, after=cursor, limit=1000))).rollouts:
-                succeeded += [one.rollout_id for one in page.rollouts if one.state is RolloutState.SUCCEEDED]
-                cursor = page.cursor
-            states = queue.wait(queue.client.run(RUN)).states
+        queue = QueueHttp(url, None, RUN)
+        succeeded: list[str] = []
+        rollouts, cursor = queue.ended(0, 0)
+        while rollouts:
+            succeeded += [rollout["rollout_id"] for rollout in rollouts if rollout["state"] == RolloutState.SUCCEEDED]
+            rollouts, cursor = queue.ended(cursor, 0)
+        states = queue.states()
     finally:
         child.stop()
     checked = check(enqueued, handled, succeeded, refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
@@ -189,11 +190,15 @@ def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **whi
 
 def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
     """Connect to the queue, run a request on it, and return its response."""
-    from runner.queue.client import QueueClient, SyncQueueClient
+    from runner.queue.client import QueueClient
 
     settings = resolve(config, set_)
-    with SyncQueueClient(QueueClient.of(settings.queue, retry_seconds=_CONNECT_SECONDS)) as plain:
-        return plain.wait(request(plain.client))
+
+    async def response() -> T:
+        async with QueueClient.of(settings.queue, retry_seconds=_CONNECT_SECONDS) as client:
+            return await request(client)
+
+    return asyncio.run(response())
 
 
 def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> RolloutSelector:

@@ -1,4 +1,4 @@
-"""Clients of the queue, with and without an event loop.
+"""Client of the queue, for code with an event loop; `spangrad.client.queue_http` is the one for code without.
 
 In: the queue's address, and requests. Out: its responses (`wire.py`). Invariant: a request without a response is sent again until the
 client's time limit; each request may be sent twice without harm, since rollouts get their ids here, and endings name their attempt.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from pydantic import SecretStr
 
 from runner.ids import ordered_ids
 from runner.queue.wire import (
@@ -74,7 +74,7 @@ ENQUEUE_MOST = 5000
 class QueueClient:
     """Connection to the queue; an async context manager."""
 
-    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(self, url: str, token: SecretStr | str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
         """Store the arguments; the first request connects.
 
         Args:
@@ -89,8 +89,7 @@ class QueueClient:
     @classmethod
     def of(cls, settings: QueueSettings, *, retry_seconds: float = RETRY_SECONDS) -> Self:
         """Create a client of the queue that the settings name, by queue.url or else by host and port of the server."""
-        token = settings.token.get_secret_value() if settings.token else None
-        return cls(settings.url or default_url(settings), token, retry_seconds=retry_seconds)
+        return cls(settings.url or default_url(settings), settings.token, retry_seconds=retry_seconds)
 
     async def __aenter__(self) -> Self:
         """Return the client."""
@@ -305,36 +304,6 @@ class LeaseHeartbeats:
         lease = self._leases.pop((result.rollout_id, result.attempt), None)
         if lease is not None:
             self._ended(lease, result)
-
-
-class SyncQueueClient:
-    """The queue for code without an event loop; a context manager."""
-
-    def __init__(self, client: QueueClient) -> None:
-        """Run the client's event loop in a thread of its own.
-
-        Args:
-            client: used by this object alone.
-        """
-        self.client = client
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="queue client", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        """Return this object."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the client, and end the thread."""
-        self.wait(self.client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def wait(self, asked: Coroutine[Any, Any, T]) -> T:
-        """Wait for the client's response: `queue.wait(queue.client.lease("run", "me", 4))`."""
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
 
 
 def default_url(settings: QueueSettings) -> str:

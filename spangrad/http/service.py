@@ -83,9 +83,10 @@ class RequestError(Exception):
         return self.status is None or self.status in RETRIED_STATUSES
 
 
-def bearer(token: str | None) -> dict[str, str]:
+def bearer(token: SecretStr | str | None) -> dict[str, str]:
     """Return the header for a token; empty without one."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    plain = token if token is None or isinstance(token, str) else token.get_secret_value()
+    return {"Authorization": f"Bearer {plain}"} if plain else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class RemoteService:
     name: str
     """Name at the beginning of a sentence, such as `the queue`."""
     url: str
-    token: str | None = field(repr=False)
+    token: SecretStr | str | None = field(repr=False)
     """Bearer token. None: the service asks for none."""
     error: type[SpangradError]
     """Class of the errors that users read."""
@@ -116,7 +117,7 @@ class RemoteService:
         Raises:
             SpangradError: of the service's class.
         """
-        if self.token and not is_sendable(self.token):
+        if not all(map(is_sendable, bearer(self.token).values())):
             raise self.error(
                 f"the token for {self.name} at {self.shown_url} has a line break or another character that no header can have. Set it to "
                 "one line of printable ASCII characters."
@@ -177,14 +178,10 @@ class Retries:
 
 def queue_service(url: str, token: SecretStr | str | None, retry_seconds: float = 0.0) -> RemoteService:
     """Return the queue of rollouts as a service."""
-    return RemoteService("the queue", url, _plain(token), QueueError, "Start it with `spangrad queue`, or set queue.url.", retry_seconds)
+    return RemoteService("the queue", url, token, QueueError, "Start it with `spangrad queue`, or set queue.url.", retry_seconds)
 
 
 def gateway_service(url: str, token: SecretStr | str | None, retry_seconds: float = 0.0) -> RemoteService:
     """Return the gateway as a service."""
     remedy = "Start it with `spangrad gateway`, or set gateway.url."
-    return RemoteService("the gateway", url, _plain(token), GatewayError, remedy, retry_seconds)
-
-
-def _plain(token: SecretStr | str | None) -> str | None:
-    return token if token is None or isinstance(token, str) else token.get_secret_value()
+    return RemoteService("the gateway", url, token, GatewayError, remedy, retry_seconds)

@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 from pydantic import SecretStr
 
 from runner.queue import notifier
-from runner.queue.client import QueueClient, SyncQueueClient
+from runner.queue.client import QueueClient
 from runner.queue.server import serve
 from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
 from spangrad.errors import QueueError, SpangradError
@@ -328,28 +328,6 @@ async def test_queue_metrics_are_prometheus_text(tmp_path: Path) -> None:
             "spangrad_queue_requests_total 4.0",
         ]
     )
-
-
-def test_plain_queue_works_without_event_loop(tmp_path: Path) -> None:
-    settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
-    ready, end = threading.Event(), threading.Event()
-
-    async def run() -> None:
-        async with serving(settings):
-            ready.set()
-            await asyncio.to_thread(end.wait)
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),))
-    thread.start()
-    try:
-        assert ready.wait(30)
-        with SyncQueueClient(QueueClient.of(settings.queue)) as queue:
-            queue.wait(queue.client.enqueue("run", new_rollouts(1)))
-            (lease,) = queue.wait(queue.client.lease("run", "worker"))
-            assert queue.wait(queue.client.complete([done(lease)]))[0].state == RolloutState.SUCCEEDED
-    finally:
-        end.set()
-        thread.join()
 
 
 def test_queue_serve_beyond_loopback_without_token_raises(tmp_path: Path) -> None:

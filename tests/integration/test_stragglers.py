@@ -9,9 +9,9 @@ from pathlib import Path
 
 from runner.demand_source import DemandSource, task_at
 from runner.groups import queued
-from runner.queue.client import QueueClient, SyncQueueClient
 from runner.queue.wire import RolloutState
 from spangrad import semconv
+from spangrad.client.queue_http import QueueHttp
 from spangrad.processes import wait_until
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
@@ -34,11 +34,10 @@ class Whole(FakeSource):
         self.facts: dict[str, object] = {}
 
     def ready(self) -> list[Group]:
-        with SyncQueueClient(QueueClient.of(self.queue)) as plain:
-            rollouts = plain.wait(plain.client.rollouts(run_id="run", limit=1000)).rollouts
-        states: defaultdict[str, set[RolloutState]] = defaultdict(set)
+        rollouts = QueueHttp(str(self.queue.url), self.queue.token, "run").ask("GET", "/v1/rollouts?run=run&limit=1000")["rollouts"]
+        states: defaultdict[str, set[str]] = defaultdict(set)
         for rollout in rollouts:
-            states[rollout.group_id].add(rollout.state)
+            states[rollout["group_id"]].add(rollout["state"])
         self.names = [name for name, its in states.items() if its == {RolloutState.SUCCEEDED}]
         self.changes = dict.fromkeys(self.names, self.facts)
         return super().ready()
