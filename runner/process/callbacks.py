@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -73,29 +73,26 @@ class CallbackRefusedError(ValueError):
     """A URL may not be called back."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallbackHosts:
-    """Hosts that may be called back."""
+def require_allowed(url: str, hosts: Collection[str]) -> None:
+    """Check that a URL may be called back.
 
-    allowed: Sequence[str]
-    """Values of queue.callback_hosts."""
+    Args:
+        url: URL that trajectories are to be posted to.
+        hosts: values of queue.callback_hosts.
 
-    def check(self, url: str) -> None:
-        """Check a URL.
-
-        Raises:
-            CallbackRefusedError: it is malformed, or its host is not allowed.
-        """
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        except ValueError:
-            host, port = "", 0
-        if not host:
-            raise CallbackRefusedError(f"callback {url!r} is no URL of a host. Give http://HOST:PORT/PATH.")
-        named = in_url(host)
-        if not {named, f"{named}:{port}"} & set(self.allowed):
-            raise CallbackRefusedError(f"callback {url!r} is refused: queue.callback_hosts of the server does not list {named}:{port}.")
+    Raises:
+        CallbackRefusedError: it is malformed, or its host is not allowed.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        host, port = "", 0
+    if not host:
+        raise CallbackRefusedError(f"callback {url!r} is no URL of a host. Give http://HOST:PORT/PATH.")
+    named = in_url(host)
+    if named not in hosts and f"{named}:{port}" not in hosts:
+        raise CallbackRefusedError(f"callback {url!r} is refused: queue.callback_hosts of the server does not list {named}:{port}.")
 
 
 class Callbacks:
@@ -116,20 +113,12 @@ class Callbacks:
                 once the function returns True.
         """
         self._service = service
-        self._hosts = CallbackHosts(settings.callback_hosts)
+        self._hosts = settings.callback_hosts
         self._token = settings.token.get_secret_value() if settings.token else None
         self._trajectories = trajectories
         self._tasks: dict[asyncio.Task[None], Sequence[str]] = {}
         """Deliveries that are under way, each with its rollouts."""
         self._session: aiohttp.ClientSession | None = None
-
-    def check(self, url: str) -> None:
-        """Check a URL before anything is enqueued.
-
-        Raises:
-            CallbackRefusedError: it may not be called back.
-        """
-        self._hosts.check(url)
 
     async def add(self, run_id: str, rollouts: Sequence[str], url: str) -> None:
         """Keep the callbacks of a request, durably; those that were delivered stay so."""
@@ -224,7 +213,7 @@ class Callbacks:
     async def _post(self, url: str, rollout_id: str, body: bytes) -> str | None:
         """Post a trajectory once; return why it was not taken. None: it was."""
         try:
-            self._hosts.check(url)  # the settings may have changed since the request
+            require_allowed(url, self._hosts)  # the settings may have changed since the request
             if self._session is None:
                 self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_POST_SECONDS))
             headers = signed_headers(rollout_id, int(time.time()), body, self._token)

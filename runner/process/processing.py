@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from runner.process.callbacks import Callbacks
+from runner.process.callbacks import Callbacks, require_allowed
 from runner.process.task_demands import TaskDemands
 from runner.process.trajectories import BuiltTrajectory, read_trajectories
 from runner.process.wire import ProcessRequest, Trajectory
@@ -141,7 +141,7 @@ class Processing:
         if handlers and (unknown := {task.data_source for task in request.tasks} - {*handlers, *([""] if len(handlers) == 1 else [])}):
             raise ValueError(f"no handler for data source {min(unknown)!r}; runner.handlers has {', '.join(sorted(handlers))}.")
         if request.callback is not None:
-            self._callbacks.check(request.callback)
+            require_allowed(request.callback, self._settings.queue.callback_hosts)
         ids = (await self._service.enqueue(Enqueue(run_id=request.run_id, rollouts=request.rollouts()))).rollout_ids
         if request.callback is not None:
             await self._callbacks.add(request.run_id, ids, request.callback)
