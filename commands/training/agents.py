@@ -73,17 +73,7 @@ def agent_spec(
         return CallableAgent(located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
     if not image:
         return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
-    return ContainerAgent(
-        image,
-        command,
-        evaluator=evaluator,
-        environment=environment,
-        directory=directory,
-        engine=runner.container.engine,
-        network=runner.container.network,
-        arguments=tuple(runner.container.arguments),
-        address=runner.container.address,
-    )
+    return ContainerAgent(image, command, evaluator=evaluator, environment=environment, directory=directory, container=runner.container)
 
 
 def agents_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,6 +18,7 @@ from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.episode.agent import VARIABLE as EPISODE_VARIABLE
 from spangrad.leases import this_process
 from spangrad.settings import Settings
+from spangrad.settings.runner import ContainerSettings
 
 _NOT_FOR_HOSTS = frozenset(
     {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
@@ -25,8 +26,33 @@ _NOT_FOR_HOSTS = frozenset(
 """Variables that each attempt gets itself, and those that would send its spans to another store."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agent:
+    """Code before and after an agent's run, and where it runs, whatever the agent is."""
+
+    evaluator: str | None = None
+    """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the output is the
+    reward, a number or an object of numbers, which a program must print even where it rewards itself on its own spans.
+
+    It may be None where a callable calls `span_processors.reward.reward` instead.
+    """
+    directory: Path = Path()
+    """Directory where the modules are looked up first; a program, or the container engine's command line, runs there."""
+    python: Path = Path(sys.executable)
+    """Interpreter of the process that calls or starts the agent, and evaluates: the wheel `spangrad` is installed in its environment."""
+    environment: str | None = None
+    """`module:function`, called with the input before the agent runs; an environment with reset and step (`module:class`, `gymnasium:ID`,
+    or URLs with a protocol: `openenv+http://...`, `ors+...`, `opentinker+...`); or the URL of a service that leases environments.
+
+    Its value is passed to agent and evaluator, where they have a parameter `environment`; a program reads it as JSON from
+    SPANGRAD_ENVIRONMENT. None: they have none.
+    """
+    on_failure: str | None = None
+    """`module:function` that may give a partial result when a stage raises (`runner.handlers`). None: every failure counts."""
+
+
 @dataclass(frozen=True, slots=True)
-class CallableAgent:
+class CallableAgent(_Agent):
     """An agent that is a Python callable, several attempts of which share a process."""
 
     agent: str
@@ -34,24 +60,6 @@ class CallableAgent:
 
     Without a function, the one that the module or file has decorated with `@spangrad.rollout`.
     """
-    evaluator: str | None = None
-    """`module:function`, called with (input, output), whose value is the reward; or the URL of a reward service. None: the agent's return
-    value is.
-
-    It may be None where the agent calls `span_processors.reward.reward` instead.
-    """
-    directory: Path = Path()
-    """Directory where the modules are looked up first."""
-    python: Path = Path(sys.executable)
-    """Interpreter of the agent's environment, where the wheel `spangrad` is installed."""
-    environment: str | None = None
-    """`module:function`, called with the input before the agent runs; an environment with reset and step (`module:class`, `gymnasium:ID`,
-    or URLs with a protocol: `openenv+http://...`, `ors+...`, `opentinker+...`); or the URL of a service that leases environments.
-
-    Its value is passed to agent and evaluator, where they have a parameter `environment`. None: they have none.
-    """
-    on_failure: str | None = None
-    """`module:function` that may give a partial result when a stage raises (`runner.handlers`). None: every failure counts."""
 
     @property
     def name(self) -> str:
@@ -65,7 +73,7 @@ class CallableAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandAgent:
+class CommandAgent(_Agent):
     """An agent that is a whole program, unmodified: one process per attempt.
 
     It gets the task's input as JSON on standard input. The last line of its standard output, parsed as JSON where it is JSON, is its
@@ -74,21 +82,8 @@ class CommandAgent:
 
     command: tuple[str, ...]
     """Program and its arguments."""
-    evaluator: str | None = None
-    """Evaluator, as `CallableAgent.evaluator`. None: the last line of standard output is the reward, a number or an object of numbers.
-
-    The line is needed even where the program rewards itself on its own spans.
-    """
-    directory: Path = Path()
-    """Working directory of the program, where the evaluator's module is looked up first as well."""
     instrument: bool = False
     """Start it under `opentelemetry-instrument`, which must be installed beside the program or be in PATH."""
-    python: Path = Path(sys.executable)
-    """Interpreter of the process that starts it and evaluates."""
-    environment: str | None = None
-    """Environment, as `CallableAgent.environment`. The program reads it as JSON from SPANGRAD_ENVIRONMENT."""
-    on_failure: str | None = None
-    """Hook, as `CallableAgent.on_failure`."""
 
     @property
     def name(self) -> str:
@@ -101,32 +96,18 @@ class CommandAgent:
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerAgent:
-    """An agent that is a container image: one container per attempt, with the input and output of a program."""
+class ContainerAgent(_Agent):
+    """An agent that is a container image: one container per attempt, with the input and output of a program.
+
+    Its environment, evaluator and hook run outside the container.
+    """
 
     image: str
     """Image name, as the container engine knows it."""
     command: tuple[str, ...] = ()
     """Command that is passed to the image. Empty: the image's own command."""
-    evaluator: str | None = None
-    """Evaluator, as `CommandAgent.evaluator`. It runs outside the container."""
-    environment: str | None = None
-    """Environment, as `CommandAgent.environment`. Its factory runs outside the container."""
-    directory: Path = Path()
-    """Directory where the evaluator's module is looked up first, and the container engine's command line runs."""
-    engine: str = "docker"
-    """Program of the container engine."""
-    network: str = "host"
-    """Network that the container is attached to."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of `docker run`."""
-    address: str | None = None
-    """Address under which the container reaches the services of this machine. None: the same as outside if it shares the host's network,
-    else the host name that the engine provides."""
-    python: Path = Path(sys.executable)
-    """Interpreter of the process that starts it and evaluates."""
-    on_failure: str | None = None
-    """Hook, as `CallableAgent.on_failure`. It runs outside the container."""
+    container: ContainerSettings = field(default_factory=ContainerSettings)
+    """Container engine, and how containers are attached to this machine."""
 
     @property
     def name(self) -> str:
@@ -135,8 +116,9 @@ class ContainerAgent:
 
     def host_arguments(self) -> list[str]:
         """Return the arguments of the agent host."""
-        address = self.address or reached_at(self.engine, self.network)
-        container = Container(self.engine, self.image, self.command, self.network, self.arguments, address)
+        engine, network = self.container.engine, self.container.network
+        address = self.container.address or reached_at(engine, network)
+        container = Container(engine, self.image, self.command, network, tuple(self.container.arguments), address)
         return ["--container", json.dumps(asdict(container)), *_stages(self)]
 
 

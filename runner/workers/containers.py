@@ -19,16 +19,16 @@ _LIST_SECONDS = 30.0
 def remove_of_host(agent: AgentSpec, mark: str) -> None:
     """Remove the containers of an agent host that has ended: killing the engine's command line does not end them."""
     if isinstance(agent, ContainerAgent):
-        remove(agent.engine, list(_labelled(agent.engine, f"{LABEL_HOST}={mark}")))
+        remove(agent.container.engine, list(_labelled(agent.container.engine, f"{LABEL_HOST}={mark}")))
 
 
 def remove_of_dead(agent: AgentSpec) -> None:
     """Remove the containers that workers of this machine left when they were killed together with their hosts."""
     if isinstance(agent, ContainerAgent):
-        left = [name for name, worker in _labelled(agent.engine, LABEL_WORKER).items() if is_dead(worker)]
+        left = [name for name, worker in _labelled(agent.container.engine, LABEL_WORKER).items() if is_dead(worker)]
         if left:
             _logger.warning("%d containers were left by workers that have died, and are removed", len(left))
-        remove(agent.engine, left)
+        remove(agent.container.engine, left)
 
 
 def _labelled(engine: str, label: str) -> dict[str, str]:

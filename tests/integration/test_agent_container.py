@@ -101,7 +101,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
 
 
 def agent(services: RunnerServices, image: str = "org/agent:1", command: tuple[str, ...] = ("sh", "contained.sh")) -> ContainerAgent:
-    return ContainerAgent(image, command, directory=services.directory, arguments=("--memory", "1g"))
+    return ContainerAgent(image, command, directory=services.directory, container=ContainerSettings(arguments=["--memory", "1g"]))
 
 
 def test_run_command_of_container_gives_engine_arguments() -> None:
@@ -274,6 +274,6 @@ async def test_exit_code_of_container_engine_is_explained(
 
 async def test_container_agent_without_engine_in_path_raises(tmp_path: Path) -> None:
     with runner_services(tmp_path) as services:
-        image = ContainerAgent("agent:1", directory=tmp_path, engine="no-such-engine")
+        image = ContainerAgent("agent:1", directory=tmp_path, container=ContainerSettings(engine="no-such-engine"))
         with pytest.raises(AgentError, match="'no-such-engine' is not in PATH"):
             await Runner(services.settings, image).__aenter__()

@@ -91,7 +91,7 @@ async def test_environments_and_rewards_services_serve_rollouts(tmp_path: Path, 
         process("rewards", tmp_path, "rewards", "serve", "--evaluator", "worlds:score") as (_, judge),
         runner_services(tmp_path, concurrency=4, max_attempts=1) as services,
     ):
-        agent = CallableAgent("worlds:agent", judge, tmp_path, environment=leases)
+        agent = CallableAgent("worlds:agent", evaluator=judge, directory=tmp_path, environment=leases)
         async with Runner(services.settings, agent) as runner:
             outcomes = await runner.run([Task(str(n), n) for n in range(6)], mode=Mode.TRAIN, group_size=1)
         assert [(outcome.reward, outcome.detail) for outcome in outcomes] == [({"score": n / 2}, "") for n in range(6)]

@@ -40,7 +40,7 @@ def rescue(given, error, stage):
 
 async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> None:
     (tmp_path / "solver.py").write_text(AGENTS)
-    math = CallableAgent("solver:solve", "solver:judge", directory=tmp_path, on_failure="solver:rescue")
+    math = CallableAgent("solver:solve", evaluator="solver:judge", directory=tmp_path, on_failure="solver:rescue")
     code = CommandAgent(("sh", "-c", "read given; echo compiling >&2; echo 0.5"), directory=tmp_path)
     handlers = {"math": HandlerSettings(empty_reward=-1.0, concurrency=2, max_calls=7), "code": HandlerSettings()}
     with runner_services(tmp_path, concurrency=4, max_attempts=2, handlers=handlers) as services:

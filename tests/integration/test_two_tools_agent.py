@@ -36,7 +36,7 @@ async def test_two_tools_agent_spans_and_requests_are_linked(tmp_path: Path) -> 
             gateway=GatewaySettings(url=gateway.url),
             runner=RunnerSettings(run_id="run", directory=tmp_path),
         )
-        async with Runner(settings, CallableAgent("agent:agent", "task:evaluate", directory=EXAMPLE)) as runner:
+        async with Runner(settings, CallableAgent("agent:agent", evaluator="task:evaluate", directory=EXAMPLE)) as runner:
             outcomes = await runner.run([Task(city, {"city": city}) for city in REPLIES], mode=Mode.TRAIN, group_size=1)
         assert [(o.task_id, o.reward, o.calls) for o in outcomes] == [
             ("paris", {"reward": 1.0}, 1),

@@ -243,7 +243,7 @@ JUDGED = """
 
 async def test_evaluations_setting_bounds_evaluators_apart_from_agents(tmp_path: Path) -> None:
     (tmp_path / "judged.py").write_text(textwrap.dedent(JUDGED))
-    agent = CallableAgent("judged:agent", "judged:judge", tmp_path)
+    agent = CallableAgent("judged:agent", evaluator="judged:judge", directory=tmp_path)
     with runner_services(tmp_path, concurrency=2, evaluations=1) as services:
         async with Runner(services.settings, agent) as runner:
             outcomes = await runner.run([Task(str(n), n) for n in range(8)], mode=Mode.TRAIN, group_size=1)

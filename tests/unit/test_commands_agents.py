@@ -35,14 +35,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_agent_spec_from_each_form_of_arguments(project: Path) -> None:
     solver, judge = str(project / "solver.py"), str(project / "parts" / "judge.py")
     assert spec("solver.py") == spec(agent="solver.py") == CallableAgent(solver)
-    assert spec("solver.py:solve", evaluator="parts/judge.py:score") == CallableAgent(f"{solver}:solve", f"{judge}:score")
+    assert spec("solver.py:solve", evaluator="parts/judge.py:score") == CallableAgent(f"{solver}:solve", evaluator=f"{judge}:score")
     assert spec(agent="judge.py:a", directory=Path("parts")) == CallableAgent(f"{judge}:a", directory=Path("parts"))
-    assert spec(agent="solver:solve", evaluator="judge:score") == CallableAgent("solver:solve", "judge:score")
+    assert spec(agent="solver:solve", evaluator="judge:score") == CallableAgent("solver:solve", evaluator="judge:score")
     assert spec("python", "solver.py", instrument=True) == CommandAgent(("python", "solver.py"), instrument=True)
     assert spec(image="org/agent:1", evaluator="judge:score") == ContainerAgent("org/agent:1", evaluator="judge:score")
     asked = RunnerSettings(container=ContainerSettings(engine="podman", network="mine", arguments=["--gpus", "all"], address="host"))
     assert spec("solver.py", "--fast", image="org/agent", runner=asked) == ContainerAgent(
-        "org/agent", ("solver.py", "--fast"), engine="podman", network="mine", arguments=("--gpus", "all"), address="host"
+        "org/agent", ("solver.py", "--fast"), container=asked.container
     )
     names = [spec("solver.py:solve"), spec(agent="parts.judge:a"), spec("./run.sh"), spec(image="registry:5000/org/agent:1@sha256:0")]
     assert [agent.name for agent in names] == ["solver", "parts.judge", "run.sh", "agent"]
@@ -75,8 +75,10 @@ def test_agents_of_without_an_agent_are_those_of_the_handlers(project: Path) -> 
     runner = RunnerSettings(handlers=handlers, concurrency=3)
     judge = project / "parts" / "judge.py"
     assert agents_of(runner, (), None, None, Path(), instrument=False) == {
-        "math": CallableAgent(f"{project / 'solver.py'}:solve", f"{judge}:score", Path("parts"), on_failure=f"{judge}:rescue"),
-        "code": ContainerAgent("org/agent:1", ("--fast",), engine="podman"),
+        "math": CallableAgent(
+            f"{project / 'solver.py'}:solve", evaluator=f"{judge}:score", directory=Path("parts"), on_failure=f"{judge}:rescue"
+        ),
+        "code": ContainerAgent("org/agent:1", ("--fast",), container=ContainerSettings(engine="podman")),
     }
     assert runner.of_handler("code").container.engine == "podman"
     assert runner.of_handler("math") == runner
