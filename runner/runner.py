@@ -223,8 +223,7 @@ class Runner:
             return
         if queue.url is None:
             raise SettingsError("prompts.pin needs queue.url: the queue's server keeps the prompts.")
-        token = queue.token.get_secret_value() if queue.token else None
-        prompt = await asyncio.to_thread(PromptStore(queue.url, token).get, name)
+        prompt = await asyncio.to_thread(PromptStore(queue.url, queue.token).get, name)
         self._prompt = PromptVersion(name, prompt.version)
 
     def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
@@ -304,8 +303,7 @@ async def open_handlers(
     await require_store(settings.store)
     gateway = None
     if settings.runner.gateway:
-        token = settings.gateway.token
-        gateway = GatewayClient(settings.gateway.url, token.get_secret_value() if token else None)
+        gateway = GatewayClient(settings.gateway.url, settings.gateway.token)
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
     agents = agent if isinstance(agent, Mapping) else {ANY_SOURCE: agent}
@@ -349,13 +347,10 @@ async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitS
     """
     environments = rewards = None
     if agent.environment and is_service(agent.environment):
-        token = settings.environments.token
-        environments = EnvironmentClient(agent.environment, token.get_secret_value() if token else None)
+        environments = EnvironmentClient(agent.environment, settings.environments.token)
         await stack.enter_async_context(environments)
     if agent.evaluator and is_service(agent.evaluator):
-        token = settings.rewards.token
-        most = settings.runner.workers * settings.runner.evaluations
-        rewards = RewardClient(agent.evaluator, token.get_secret_value() if token else None, most)
+        rewards = RewardClient(agent.evaluator, settings.rewards.token)
         await stack.enter_async_context(rewards)
     return AttemptServices(environments, rewards)
 

@@ -254,8 +254,7 @@ def _store(settings: Settings, connect_seconds: float = 30) -> PromptStore:
     from runner.queue.client import default_url
 
     queue = settings.queue
-    token = queue.token.get_secret_value() if queue.token else None
-    return PromptStore(queue.url or default_url(queue), token, retry_seconds=connect_seconds)
+    return PromptStore(queue.url or default_url(queue), queue.token, retry_seconds=connect_seconds)
 
 
 def _time(seconds: float) -> str:

@@ -17,13 +17,14 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import msgspec
+from pydantic import SecretStr
 
 from runner.environments.wire import ExpiredLeases, InstanceHeartbeat, InstanceRequest, Leased
 from spangrad.errors import EnvironmentsError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, RequestError, without_userinfo
 from spangrad.leases import BEATS, beat
-from spangrad.types import AttemptFailure, Stage
+from spangrad.types import Stage
 
 _WAIT_SECONDS = 20.0
 """Time that one request waits in the service's line, in seconds."""
@@ -39,11 +40,6 @@ _logger = logging.getLogger(__name__)
 
 class NoInstanceError(Exception):
     """No environment was leased to the attempt."""
-
-    def __init__(self, failure: AttemptFailure, detail: str) -> None:
-        """Keep the attempt's failure and its explanation."""
-        super().__init__(detail)
-        self.failure = failure
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +60,7 @@ class LeasedInstance:
 class EnvironmentClient:
     """Connection to one environment service; an async context manager."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: SecretStr | str | None) -> None:
         """Store the arguments; the first request connects.
 
         Args:
@@ -127,7 +123,7 @@ class EnvironmentClient:
             self._release(lease)
             late = f"{Stage.INIT}: no environment after {seconds:g} s; {self._url} says: {failure}"
             detail = late if failure.may_pass else f"{self._url} gives none ({failure})"
-            raise NoInstanceError(AttemptFailure.ENVIRONMENT, detail) from None
+            raise NoInstanceError(detail) from None
         except BaseException:
             self._release(lease)  # it is unknown whether the service received the request
             raise

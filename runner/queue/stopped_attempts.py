@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
+from pydantic import SecretStr
 
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.running_attempts import Key
@@ -76,7 +77,7 @@ class _ClosedAttempt(msgspec.Struct, frozen=True):
 class GatewayOrders:
     """Orders to the gateway to end attempts: their calls in flight are cut, and later ones refused."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: SecretStr | None) -> None:
         """Store the arguments; the first order connects."""
         self._client = AsyncClient(gateway_service(url, token), seconds=_ORDER_SECONDS)
         self._waiting: deque[_ClosedAttempt] = deque(maxlen=CLOSINGS_KEPT)
@@ -86,8 +87,7 @@ class GatewayOrders:
     @classmethod
     def of(cls, settings: Settings) -> GatewayOrders | None:
         """Return the orders to the gateway of the settings. None: agents call the engine itself (runner.gateway)."""
-        token = settings.gateway.token.get_secret_value() if settings.gateway.token else None
-        return cls(settings.gateway.url, token) if settings.runner.gateway else None
+        return cls(settings.gateway.url, settings.gateway.token) if settings.runner.gateway else None
 
     def close_attempts(self, keys: Sequence[Key], reason: AttemptFailure) -> None:
         """Add an order; `run` sends it."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import SecretStr
+
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
 from spangrad.errors import SpangradError
@@ -22,17 +24,16 @@ from spangrad.types import AttemptFailure, Stage
 class RewardClient:
     """Connections to one reward service; an async context manager."""
 
-    def __init__(self, url: str, token: str | None, connections: int) -> None:
+    def __init__(self, url: str, token: SecretStr | None) -> None:
         """Store the arguments; the first request connects.
 
         Args:
             url: address that requests are posted to.
             token: bearer token. None: the service asks for none.
-            connections: largest number of connections.
         """
         self._url = without_userinfo(url)
         service = RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
-        self._client = AsyncClient(service, connections=connections)
+        self._client = AsyncClient(service)
 
     async def __aenter__(self) -> Self:
         """Return the client."""

@@ -23,7 +23,6 @@ from urllib.parse import quote
 from runner.workers.agents import AgentSpec, ContainerAgent, host_command, initialises
 from runner.workers.attempt_files import HostLog
 from runner.workers.containers import remove_of_host
-from runner.workers.slots import StageSlots
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import AgentError
@@ -249,7 +248,7 @@ class HostPool:
     """A fixed number of hosts that share a fixed number of slots; a host that dies or hangs is replaced.
 
     A slot is normally one of stage run. Where hosts create environments themselves, it is one of the stages before: such an attempt takes
-    its slot of stage run (`stage_slots`) later, in the same host.
+    its slot of stage run (`Attempts`) later, in the same host.
     """
 
     def __init__(
@@ -268,7 +267,6 @@ class HostPool:
         self._environment = environment
         self.initialises = initialises(spec)
         """True if hosts create environments."""
-        self.stage_slots = StageSlots(settings)
         self._slot_count = settings.initialised_ahead if self.initialises else settings.concurrency
         """Slots of all hosts."""
         self._host_count = min(settings.workers, self._slot_count)

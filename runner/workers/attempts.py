@@ -175,8 +175,9 @@ class Attempts:
         self._sandbox = sandbox
         self._limits = CallLimits(max_calls=settings.max_calls, max_output_tokens=settings.max_output_tokens)
         self._ahead = Slots(settings.initialised_ahead)
-        self._lease_slots = Slots(settings.initialisations)
-        self._evaluation_slots = Slots(settings.evaluations)
+        self._initialising = Slots(settings.initialisations)
+        self._running = Slots(settings.concurrency)
+        self._evaluating = Slots(settings.evaluations)
         running = settings.concurrency
         before = settings.initialised_ahead if pool.initialises or services.environments else 0
         self.entry = before or running
@@ -247,14 +248,14 @@ class Attempts:
                     return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
                 return answer
         except NoInstanceError as error:
-            return AttemptOutcome(None, error.failure, str(error))
+            return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, str(error))
 
     @asynccontextmanager
     async def _leased(self, state: _AttemptState, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
         """Lease an environment of a service, for as long as the block."""
         stop, key = state.stop, state.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
-            with await stop.first(self._lease_slots.take()):
+            with await stop.first(self._initialising.take()):
                 await self._begin(state)
                 async with self._stage(state, Stage.INIT, self._settings.init_timeout_seconds):
                     asked = environments.lease(key.rollout_id, key.attempt, state.rollout.task.input, self._settings.init_timeout_seconds)
@@ -287,12 +288,12 @@ class Attempts:
         stop, settings = state.stop, self._settings
         running = slot
         if self._pool.initialises:
-            with await stop.first(self._pool.stage_slots.initialising.take()):
+            with await stop.first(self._initialising.take()):
                 async with self._stage(state, Stage.INIT, settings.init_timeout_seconds):
                     more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
             if not more:
                 return await hosted.finish(ends)
-            running = await stop.first(self._pool.stage_slots.running.take())
+            running = await stop.first(self._running.take())
             slot.free()
             state.entry.free()
         with running:
@@ -302,7 +303,7 @@ class Attempts:
         if settings.close_after_run and instance is not None and self._services.environments is not None:
             self._services.environments.release(instance)
         if more:
-            with await stop.first(self._pool.stage_slots.evaluating.take()):
+            with await stop.first(self._evaluating.take()):
                 async with self._stage(state, Stage.EVALUATE, settings.evaluation_timeout_seconds):
                     await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)
@@ -321,7 +322,7 @@ class Attempts:
             "output": answer.output,
             "environment": instance.environment if instance is not None else None,
         }
-        with await state.stop.first(self._evaluation_slots.take()):
+        with await state.stop.first(self._evaluating.take()):
             async with self._stage(state, Stage.EVALUATE, self._settings.evaluation_timeout_seconds):
                 return await state.stop.first(rewards.evaluate(body, self._settings.evaluation_timeout_seconds))
 

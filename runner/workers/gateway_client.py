@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
+from pydantic import SecretStr
 
 from spangrad.errors import GatewayError
 from spangrad.http.announcements import AnnouncedAttempt, AnnouncementRequest, StageRequest, StartedStage
@@ -18,8 +18,6 @@ from spangrad.http.async_http import AsyncClient
 from spangrad.http.batches import Batches
 from spangrad.http.service import RequestError, gateway_service
 from spangrad.types import RolloutKey
-
-T = TypeVar("T")
 
 _READY_SECONDS = 30.0
 _RETRY_SECONDS = 10.0
@@ -33,23 +31,18 @@ _logger = logging.getLogger(__name__)
 class CallCount(msgspec.Struct, frozen=True):
     """Policy calls of an attempt, as the gateway counted them."""
 
-    calls: int
-    """Number of accepted calls."""
+    calls: int | None
+    """Number of accepted calls. None: the gateway does not know the attempt any more."""
     overflowed: bool
     """True if the engine refused the last completed call because its prompt was longer than the model's context."""
     closed: str
     """Reason for which the gateway answers no more of its calls, such as `token_budget` or `run_timeout`; empty: it does."""
-
-
-class _Counted(msgspec.Struct, frozen=True):
-    calls: int | None
-    overflowed: bool
-    in_flight: int
-    closed: str
+    in_flight: int = 0
+    """Number of calls that have not ended."""
 
 
 class _Counts(msgspec.Struct, frozen=True):
-    attempts: list[_Counted]
+    attempts: list[CallCount]
 
 
 class _PolicyState(msgspec.Struct, frozen=True):
@@ -59,7 +52,7 @@ class _PolicyState(msgspec.Struct, frozen=True):
 class GatewayClient:
     """Connection to one gateway. Announcements, and requests for counts, that come while one is on its way share the next."""
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: SecretStr | None) -> None:
         self._url = url.rstrip("/")
         self._client = AsyncClient(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
         self._announcing = Batches(self._announce)
@@ -123,7 +116,7 @@ class GatewayClient:
         if counted.calls is None:
             _logger.warning("the gateway at %s does not know attempt %d of rollout %s any more", self._url, key.attempt, key.rollout_id)
             return None
-        return CallCount(counted.calls, counted.overflowed, counted.closed)
+        return counted
 
     async def _announce(self, attempts: Sequence[AnnouncedAttempt]) -> Sequence[None]:
         await self._client.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
@@ -133,7 +126,7 @@ class GatewayClient:
         await self._client.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
         return [None] * len(stages)
 
-    async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[_Counted]:
+    async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[CallCount]:
         names = [{"rollout_id": key.rollout_id, "attempt": key.attempt} for key in keys]
         return (await self._client.ask("POST", "/attempts/calls", _Counts, {"attempts": names, "wait": wait})).attempts
 
@@ -143,13 +136,8 @@ class GatewayClient:
         Raises:
             GatewayError: the gateway refuses, or does not answer.
         """
-        state = await self._known(f"/admin/policies/{quote(policy, safe='')}", _PolicyState)
-        return state.version if state else None
-
-    async def _known(self, path: str, kind: type[T]) -> T | None:
-        """Return the response to a GET. None: the gateway does not know what is asked for."""
         try:
-            return await self._client.ask("GET", path, kind)
+            return (await self._client.ask("GET", f"/admin/policies/{quote(policy, safe='')}", _PolicyState)).version
         except GatewayError as error:
             if error.http_status == 404:
                 return None

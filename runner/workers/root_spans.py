@@ -82,8 +82,7 @@ class RootSpans:
     def __init__(self, store: StoreSettings) -> None:
         """Send the spans to this store."""
         self._store = store
-        token = store.token.get_secret_value() if store.token else None
-        self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(token))
+        self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(store.token))
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def claim(self, rollout_id: str, attempt: int) -> bool:
@@ -226,9 +225,8 @@ async def require_store(store: StoreSettings) -> None:
         StoreError: it does not.
     """
     remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
-    token = store.token.get_secret_value() if store.token else None
     protobuf = {"Content-Type": "application/x-protobuf"}
-    service = RemoteService("the store", store.otlp_endpoint, token, StoreError, remedy, own_headers=protobuf)
+    service = RemoteService("the store", store.otlp_endpoint, store.token, StoreError, remedy, own_headers=protobuf)
     try:
         async with AsyncClient(service, seconds=_CHECK_SECONDS) as client:
             await client.ask("POST", traces_url(""), bytes)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from spangrad.settings import RunnerSettings
 from spangrad.types import Stage
 
 
@@ -44,17 +43,11 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._semaphore = asyncio.Semaphore(count)
-        self.taken = 0
 
     async def take(self) -> Slot:
         """Wait for a slot, and take it."""
         await self._semaphore.acquire()
-        self.taken += 1
-        return Slot(self._give)
-
-    def _give(self) -> None:
-        self.taken -= 1
-        self._semaphore.release()
+        return Slot(self._semaphore.release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +65,7 @@ class StageClock:
 
     def __init__(self) -> None:
         self.times: list[StageTime] = []
-        """Completed stages, in order. A stage occurs twice where an agent's host and a service both have a part in it."""
+        """Completed stages, in order."""
         self._began: dict[Stage, float] = {}
 
     @contextmanager
@@ -90,12 +83,3 @@ class StageClock:
         began = self._began.get(stage)
         current = 0.0 if began is None else time.monotonic() - began
         return current + sum(part.seconds for part in self.times if part.stage is stage)
-
-
-class StageSlots:
-    """Slots by stage, of all hosts of a pool."""
-
-    def __init__(self, settings: RunnerSettings) -> None:
-        self.initialising = Slots(settings.initialisations)
-        self.running = Slots(settings.concurrency)
-        self.evaluating = Slots(settings.evaluations)

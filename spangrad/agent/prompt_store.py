@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from spangrad.errors import PromptError
 from spangrad.http.json_http import ask
 from spangrad.http.service import queue_service
+
+if TYPE_CHECKING:
+    from pydantic import SecretStr
 
 TEXT_MOST = 256 * 1024
 """Largest number of characters of a prompt."""
@@ -56,7 +59,7 @@ class Edit:
 class PromptStore:
     """Stateless client of the server of prompts: one connection for each request."""
 
-    def __init__(self, url: str, token: str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(self, url: str, token: SecretStr | str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
         """Use the server at `url` (queue.url) with `token` (queue.token; None: none), and retry for `retry_seconds`."""
         self._service = replace(queue_service(url, token, retry_seconds), error=PromptError)
 

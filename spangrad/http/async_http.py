@@ -22,17 +22,15 @@ T = TypeVar("T")
 class AsyncClient:
     """Connections to one service; an async context manager. The first request connects."""
 
-    def __init__(self, service: RemoteService, *, seconds: float | None = None, connections: int = 0) -> None:
+    def __init__(self, service: RemoteService, *, seconds: float | None = None) -> None:
         """Store the arguments.
 
         Args:
             service: server of all requests.
             seconds: time limit of one try, in seconds. None: only that of `send`.
-            connections: largest number of connections. 0: no limit.
         """
         self.service = service
         self._seconds = seconds
-        self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,7 +108,7 @@ class AsyncClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=self.service.headers,
-                connector=aiohttp.TCPConnector(limit=self._connections),
+                connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=self._seconds),
             )
         try:

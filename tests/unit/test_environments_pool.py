@@ -24,7 +24,6 @@ from runner.environments.pool import InstancePool, PreparationError
 from runner.environments.wire import InstanceRequest, InstanceState, Leased
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.settings import EnvironmentServiceSettings
-from spangrad.types import AttemptFailure
 from tests.support.runners import environment_service_settings, until
 
 LEASE_SECONDS = 30.0
@@ -325,9 +324,8 @@ async def test_environment_client_releases_leases_and_learns_of_lost_leases() ->
 
         async with EnvironmentClient(url, None) as client:
             held = await client.lease("r", 0, "x", 10)
-            with pytest.raises(NoInstanceError, match=r"no environment after 1 s; .* says: HTTP 503.*all 1 instances are taken") as late:
+            with pytest.raises(NoInstanceError, match=r"no environment after 1 s; .* says: HTTP 503.*all 1 instances are taken"):
                 await client.lease("other", 0, "y", 1)
-            assert late.value.failure is AttemptFailure.ENVIRONMENT
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(held.lost), 1.5)  # almost twice as long as it holds unrenewed
             assert await states() == ["leased"]
@@ -336,9 +334,8 @@ async def test_environment_client_releases_leases_and_learns_of_lost_leases() ->
             await client.lease("r", 1, "x", 10)
         await until(lambda: _is(states(), ["free"]))
         async with EnvironmentClient(url, None) as client:
-            with pytest.raises(NoInstanceError, match=r"HTTP 500.*no such task") as bad:
+            with pytest.raises(NoInstanceError, match=r"HTTP 500.*no such task"):
                 await client.lease("r", 0, "bad", 10)
-            assert bad.value.failure is AttemptFailure.ENVIRONMENT
     with pytest.raises(EnvironmentsError, match="Start it with `spangrad environments`"):
         await EnvironmentClient(url, None).__aenter__()
 
