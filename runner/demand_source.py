@@ -64,27 +64,19 @@ class DemandUpdate:
     """Groups that this update cancelled: they were stale, could no longer be trained, or were no longer needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Difference between the demanded groups and the enqueued ones."""
+def missing_groups(demand: DemandState, extra: int) -> int:
+    """Return the number of groups to enqueue, or, below 0, of how many of the newest that have not ended to cancel.
 
-    enqueue: int
-    """Groups to enqueue."""
-    cancel: int
-    """Upper limit of the groups to cancel: the newest of those that have not ended."""
-
-
-def difference(demand: DemandState, extra: int) -> Difference:
-    """Compute what to do about a demand; repeated updates converge, since cancelled groups are replaced only when the demand rises.
+    Repeated updates converge, since cancelled groups are replaced only when the demand rises.
 
     Args:
         demand: with the number of groups enqueued.
         extra: groups in flight beyond the demanded ones, until the trainer has as many as it demands.
     """
-    beyond = demand.enqueued - demand.groups
+    missing = demand.groups - demand.enqueued
     if all(one.filled >= one.groups for one in demand.branches if one.groups == demand.groups):
-        return Difference(max(-beyond, 0), max(beyond, 0) if extra else 0)
-    return Difference(max(extra - beyond, 0), 0)
+        return missing if extra else max(missing, 0)
+    return max(missing + extra, 0)
 
 
 class DemandSource:
@@ -124,13 +116,13 @@ class DemandSource:
         cancelled = await self._cancel_old(demand) + await self._cancel_untrainable()
         if cancelled:
             demand = await self._queue.demand(run)
-        todo = difference(demand, self._settings.runner.extra_groups)
-        if todo.cancel:
-            stragglers = await self._cancel_stragglers(todo.cancel)
+        missing = missing_groups(demand, self._settings.runner.extra_groups)
+        if missing < 0:
+            stragglers = await self._cancel_stragglers(-missing)
             return DemandUpdate(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
         position, enqueued = demand.enqueued + demand.cancelled, 0
-        while enqueued < todo.enqueue:
-            count = min(todo.enqueue - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
+        while enqueued < missing:
+            count = min(missing - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
             tasks = [task_at(self._tasks, position + enqueued + n, self._seed) for n in range(count)]
             rollouts = rollouts_of(tasks, run, Mode.TRAIN, self._settings.runner.group_size, greedy=self._greedy)
             queued = [self._queued(rollout, self._settings) for rollout in rollouts]
