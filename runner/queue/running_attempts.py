@@ -43,11 +43,6 @@ class RunningAttempts:
         """Return whether an attempt is running."""
         return key in self._running
 
-    @property
-    def all(self) -> list[Running]:
-        """Return the attempts."""
-        return list(self._running.values())
-
     def now(self) -> Moment:
         """Return the current time."""
         return Moment(self._boot, time.monotonic(), time.time())

@@ -20,7 +20,7 @@ from runner.queue import rows
 from runner.queue.endings import Ending, Endings, close_endings, not_running
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.purge import purge
-from runner.queue.rows import Defaults, Running
+from runner.queue.rows import Defaults
 from runner.queue.running_attempts import Key, RunningAttempts
 from runner.queue.stopped_attempts import GatewayOrders, StoppedAttempts
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
@@ -134,10 +134,6 @@ class Service:
             "/v1/retry": (RolloutSelector, self.retry),
             "/v1/purge": (Purge, self.purge),
         }
-
-    def attempts(self) -> list[Running]:
-        """Return the running attempts."""
-        return self._running.all
 
     async def close(self) -> None:
         """Answer waiting requests, finish writes, and close the database."""

@@ -133,8 +133,9 @@ async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) ->
         await until(lambda: is_state(client, "r1", RolloutState.QUEUED))
         assert [one.ended for one in await client.extend([long, short], 500)] == [AttemptFailure.LOST]
     async with serving(settings) as (client, service):
+        sweeps = service.sweeps
+        await until(lambda: is_true(service.sweeps > sweeps + 4))
         assert (await state(client, "r0"), service.in_flight) == (RolloutState.RUNNING, 1)
-        assert [one.lease_seconds for one in service.attempts()] == [500]
         assert (await client.complete([done(long)]))[0].refused is None
 
 
