@@ -32,8 +32,9 @@ from benchmarks.meter import calibration
 from benchmarks.receivers import embedded
 from benchmarks.rollouts import start_services
 from benchmarks.scratch import exit_code, scratch
-from runner.queue.client import QueueClient, new_rollout
+from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutSelector, RolloutState
+from spangrad.http.queue_messages import new_rollout
 
 RUN = "rollouts"
 GONE_STATUS = 410

@@ -11,8 +11,9 @@ import asyncio
 import json
 import sys
 
-from runner.queue.client import ENQUEUE_MOST, QueueClient, new_rollout
+from runner.queue.client import ENQUEUE_MOST, QueueClient
 from runner.queue.wire import Completion, RolloutLease
+from spangrad.http.queue_messages import new_rollout
 
 GROUP = 8
 

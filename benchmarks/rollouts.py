@@ -28,8 +28,9 @@ from benchmarks.measure import ROOT
 from benchmarks.meter import calibration, machine_cpu, tree
 from benchmarks.receivers import SpanStore, embedded
 from benchmarks.scratch import exit_code, scratch
-from runner.queue.client import QueueClient, new_rollout
+from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutState
+from spangrad.http.queue_messages import new_rollout
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.store.clickhouse import connect
 

@@ -24,8 +24,9 @@ from benchmarks.meter import calibration, machine_cpu
 from benchmarks.receivers import embedded
 from benchmarks.rollouts import RUN, RunningServices, start_services
 from benchmarks.scratch import exit_code, scratch
-from runner.queue.client import QueueClient, new_rollout
+from runner.queue.client import QueueClient
 from runner.queue.wire import RolloutState
+from spangrad.http.queue_messages import new_rollout
 
 WORKERS = (1, 2, 4, 8)
 LATENCIES = 4

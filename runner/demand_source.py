@@ -21,8 +21,9 @@ from functools import lru_cache
 
 from runner.groups import cannot_be_trained, rollouts_of
 from runner.queue.client import ENQUEUE_MOST, QueueClient
-from runner.queue.wire import DemandState, NewRollout, QueuedRollout, RolloutSelector, RolloutState
+from runner.queue.wire import QueuedRollout, RolloutSelector, RolloutState
 from spangrad.greedy_baseline import wants_greedy
+from spangrad.http.queue_messages import DemandState, NewRollout
 from spangrad.settings import Settings
 from spangrad.types import Mode, Rollout, Task
 

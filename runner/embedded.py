@@ -20,8 +20,9 @@ from runner.queue.rows import Defaults
 from runner.queue.service import Service
 from runner.queue.stopped_attempts import GatewayOrders
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
-from runner.queue.wire import DemandState, QueuedRollout, Rollouts, RolloutState, RunCounts
+from runner.queue.wire import QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandState
 from spangrad.settings import RunnerSettings, Settings
 
 logger = logging.getLogger(__name__)

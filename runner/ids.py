@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote
 
-ID_CHARACTERS = 512
-"""Length of the longest id or name that requests may hold, in characters."""
+from spangrad.http.queue_messages import ID_CHARACTERS
+
 _FILE_NAME_MOST = 200
 """Longest name of a file, in characters: file systems allow 255, and suffixes follow."""
 

@@ -18,9 +18,9 @@ from typing import Any, Self
 from runner.demand_source import DemandSource
 from runner.embedded import EmbeddedQueue
 from runner.environments.client import EnvironmentClient
-from runner.groups import queued, rollouts_of
+from runner.groups import rollouts_of
 from runner.queue.client import QueueClient
-from runner.queue.wire import NewRollout, QueuedRollout, RolloutSelector, RolloutState
+from runner.queue.wire import QueuedRollout, RolloutSelector, RolloutState
 from runner.rewards.client import RewardClient
 from runner.sandboxes.agent_sandbox import AgentSandbox, open_agent_sandbox
 from runner.workers.agent_processes import HostPool
@@ -33,10 +33,11 @@ from runner.workers.handlers import ANY_SOURCE, Handlers
 from runner.workers.lost_attempts import LostAttempts
 from runner.workers.root_spans import UNCONFINED, RootSpans, require_store
 from runner.workers.worker import Worker
-from spangrad.agent.prompt_store import PromptStore
 from spangrad.agent.reward_values import Rewards
-from spangrad.errors import QueueError, SettingsError
+from spangrad.client.task_groups import pinned_prompt, queued
+from spangrad.errors import QueueError
 from spangrad.greedy_baseline import wants_greedy
+from spangrad.http.queue_messages import NewRollout
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, Rollout, RolloutKey, Task
 
@@ -147,7 +148,7 @@ class Runner:
         cursor = self._cursor
         ids = [rollout.key.rollout_id for rollout in rollouts]
         try:
-            await self._look_up_prompt()
+            self._prompt = await asyncio.to_thread(pinned_prompt, self._settings)
             await self.queue.enqueue(settings.run_id, [self._queued(rollout, self._settings) for rollout in rollouts])
             return await self._wait(ids, cursor, progress)
         except BaseException:
@@ -190,7 +191,7 @@ class Runner:
         rising: asyncio.Task[Any] | None = None
         try:
             while not stopping.done():
-                await self._look_up_prompt()
+                self._prompt = await asyncio.to_thread(pinned_prompt, self._settings)
                 update = await source.update()
                 if rising is None or rising.done():
                     more = self.queue.demand(self._settings.runner.run_id, above=update.demanded, wait_seconds=_LONG_POLL_SECONDS)
@@ -216,20 +217,9 @@ class Runner:
             after = page.cursor
         return ids
 
-    async def _look_up_prompt(self) -> None:
-        """Look up the published version of the prompt that prompts.pin names."""
-        name, queue = self._settings.prompts.pin, self._settings.queue
-        if name is None:
-            return
-        if queue.url is None:
-            raise SettingsError("prompts.pin needs queue.url: the queue's server keeps the prompts.")
-        prompt = await asyncio.to_thread(PromptStore(queue.url, queue.token).get, name)
-        self._prompt = PromptVersion(name, prompt.version)
-
     def _queued(self, rollout: Rollout, settings: Settings) -> NewRollout:
         """Convert a rollout to the queue's form, pinned to the prompt that its task names, else to that of prompts.pin."""
-        task = rollout.task if rollout.task.prompt else replace(rollout.task, prompt=self._prompt)
-        return queued(replace(rollout, task=task), settings)
+        return queued(rollout, settings, self._prompt)
 
     async def _wait(self, ids: Sequence[str], cursor: int, progress: Callable[[Outcome], None] | None) -> list[Outcome]:
         left = set(ids)

@@ -11,8 +11,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from runner.queue.task_data import TaskRow
-from runner.queue.wire import Count, Name, NewRollout, OptionalName, Priority, RolloutState, Seconds, Struct
+from runner.queue.wire import RolloutState
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
+from spangrad.http.queue_messages import Count, Name, NewRollout, OptionalName, Priority, Seconds, Struct
 from spangrad.types import Mode, PromptVersion
 
 Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
@@ -59,7 +60,7 @@ class RolloutManner(Struct, frozen=True, kw_only=True):
                 priority=self.priority,
                 timeout_seconds=self.timeout_seconds,
                 max_attempts=self.max_attempts,
-                prompt=prompt,
+                prompt=task.prompt or prompt,
                 sampling=self.sampling,
                 limits=self.limits,
                 data_source=task.data_source,
@@ -78,7 +79,7 @@ class ProcessRequest(RolloutManner, frozen=True, kw_only=True):
     """Name of the request: the same one sent again continues to wait for the same rollouts."""
     tasks: Annotated[list[ProcessedTask], Meta(min_length=1, max_length=ROLLOUTS_MOST)]
     prompt: PromptVersion | None = None
-    """Prompt version that the attempts fetch. None: the published one."""
+    """Prompt version that the attempts fetch where their task names none. None: the published one."""
     callback: CallbackUrl | None = None
     """URL that each trajectory is posted to as soon as it is ready, whether or not a client waits. None: there is none."""
     wait_seconds: Annotated[float, Meta(ge=0, le=600)] = 60.0

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -25,8 +25,6 @@ from runner.queue.wire import (
     ClosedEndings,
     Complete,
     Completion,
-    DemandRequest,
-    DemandState,
     Enqueue,
     Enqueued,
     Extend,
@@ -37,7 +35,6 @@ from runner.queue.wire import (
     LeaseRelease,
     LeaseRequest,
     Leases,
-    NewRollout,
     Purge,
     Purged,
     QueuedRollout,
@@ -53,6 +50,7 @@ from runner.queue.wire import (
 )
 from spangrad.errors import QueueError
 from spangrad.http.async_http import AsyncClient
+from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout
 from spangrad.http.service import in_url, queue_service, without_userinfo
 from spangrad.leases import BEATS, beat
 from spangrad.settings import QueueSettings
@@ -309,11 +307,6 @@ class LeaseHeartbeats:
 def default_url(settings: QueueSettings) -> str:
     """Return the address of `spangrad queue` with these settings."""
     return f"http://{in_url(settings.host)}:{settings.port}"
-
-
-def new_rollout(task_id: str, task_input: object, group_id: str, **facts: Any) -> NewRollout:
-    """Create a rollout to enqueue; its input is any JSON value, `facts` are further fields of NewRollout."""
-    return NewRollout(task_id=task_id, input=msgspec.Raw(msgspec.json.encode(task_input)), group_id=group_id, **facts)
 
 
 def _held(leases: Sequence[RolloutLease | Held]) -> list[Held]:

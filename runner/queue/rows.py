@@ -18,18 +18,9 @@ from msgspec import Raw
 
 from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
-from runner.queue.wire import (
-    AttemptRecord,
-    DemandRequest,
-    DemandState,
-    LeaseRequest,
-    NewRollout,
-    QueuedRollout,
-    RolloutLease,
-    RolloutState,
-    RunCounts,
-)
+from runner.queue.wire import AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
+from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
@@ -171,7 +162,7 @@ def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now:
             priority=row.priority,
             timeout_seconds=row.timeout_seconds,
             lease_seconds=seconds,
-            prompt=_prompt(row),
+            prompt=prompt_of(row),
             least_sandbox=SandboxRung(row.least_sandbox) if row.least_sandbox else None,
             sampling=msgspec.json.decode(row.sampling, type=SamplingParameters) if row.sampling else OWN_SAMPLING,
             limits=msgspec.json.decode(row.limits, type=CallLimits) if row.limits else NO_LIMITS,
@@ -312,7 +303,7 @@ def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
         worker=row.worker,
         cursor=row.ended,
         attempts=attempts,
-        prompt=_prompt(row),
+        prompt=prompt_of(row),
         data_source=row.data_source or "",
     )
 
@@ -330,7 +321,8 @@ def _json(value: msgspec.Struct, default: msgspec.Struct) -> str | None:
     return None if value == default else msgspec.json.encode(value).decode()
 
 
-def _prompt(row: sa.Row[Any]) -> PromptVersion | None:
+def prompt_of(row: sa.Row[Any]) -> PromptVersion | None:
+    """Return the prompt version of a row of rollouts or tasks. None: it names none."""
     return PromptVersion(row.prompt_name, row.prompt_version) if row.prompt_name is not None else None
 
 

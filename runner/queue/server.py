@@ -26,17 +26,11 @@ from runner.queue.service import Service
 from runner.queue.stopped_attempts import GatewayOrders
 from runner.queue.tables import QueueDatabase
 from runner.queue.task_data import NamedTasks, TaskData, UploadPart
-from runner.queue.wire import (
-    LIST_MOST,
-    DemandRequest,
-    LeaseRequest,
-    RolloutSelector,
-    RolloutState,
-    Runs,
-)
+from runner.queue.wire import LIST_MOST, LeaseRequest, RolloutSelector, RolloutState, Runs
 from spangrad.errors import QueueError
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
+from spangrad.http.queue_messages import DemandRequest
 from spangrad.http.server import Address, Handler, body, json_response, json_server, refusal
 from spangrad.settings import QueueSettings, Settings
 

@@ -29,8 +29,6 @@ from runner.queue.wire import (
     Cancelled,
     ClosedEndings,
     Complete,
-    DemandRequest,
-    DemandState,
     Enqueue,
     Enqueued,
     Extend,
@@ -53,6 +51,7 @@ from runner.queue.wire import (
 )
 from runner.queue.writer import Writer
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.leases import is_dead
 from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure

@@ -155,6 +155,8 @@ TASKS = sa.Table(
     sa.Column("place", _BIG, primary_key=True, autoincrement=False, comment="0, 1, ..."),
     sa.Column("task_id", sa.String, nullable=False),
     sa.Column("input", sa.Text, nullable=False, comment="JSON"),
+    sa.Column("prompt_name", sa.String, comment="that its attempts are pinned to, like the column below. NULL: the task names none"),
+    sa.Column("prompt_version", sa.Integer),
     sa.Column("least_sandbox", sa.String, comment="that its attempts may run in. NULL: any, and none as well"),
     sa.Column("data_source", sa.String, comment="NULL: none is named"),
 )

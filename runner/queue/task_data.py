@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import sqlalchemy as sa
 from msgspec import Meta, Raw
 
+from runner.queue.rows import prompt_of
 from runner.queue.service import Service
 from runner.queue.tables import NAMED_TASKS, TASKS
-from runner.queue.wire import Name, OptionalName, Struct
 from spangrad.database import Database
-from spangrad.types import SandboxRung
+from spangrad.http.queue_messages import Name, OptionalName, Struct
+from spangrad.types import PromptVersion, SandboxRung
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Place = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -26,6 +27,8 @@ class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     task_id: Name
     input: Raw
     """Any JSON value, kept as it was written."""
+    prompt: PromptVersion | None = None
+    """Prompt version that attempts at the task fetch. None: the one that they would fetch without the task."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that attempts at the task may run in. None: any, and none as well."""
     data_source: OptionalName = ""
@@ -70,6 +73,8 @@ class TaskData:
                 "place": index,
                 "task_id": task.task_id,
                 "input": bytes(task.input).decode(),
+                "prompt_name": task.prompt and task.prompt.name,
+                "prompt_version": task.prompt and task.prompt.version,
                 "least_sandbox": task.least_sandbox,
                 "data_source": task.data_source or None,
             }
@@ -81,8 +86,7 @@ class TaskData:
     async def page(self, digest: str, first: int, limit: int) -> Page:
         """Return tasks in their order, from a place on."""
         of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
-        columns = (TASKS.c.task_id, TASKS.c.input, TASKS.c.least_sandbox, TASKS.c.data_source)
-        ask = sa.select(*columns).where(of).order_by(TASKS.c.place).limit(limit)
+        ask = sa.select(TASKS).where(of).order_by(TASKS.c.place).limit(limit)
         rows = await self._read(lambda connection: connection.execute(ask).all())
         return Page(tasks=[task_of(row) for row in rows])
 
@@ -112,7 +116,13 @@ class TaskData:
 def task_of(row: Any) -> TaskRow:
     """Return a task from its row."""
     least = SandboxRung(row.least_sandbox) if row.least_sandbox else None
-    return TaskRow(task_id=row.task_id, input=Raw(row.input.encode()), least_sandbox=least, data_source=row.data_source or "")
+    return TaskRow(
+        task_id=row.task_id,
+        input=Raw(row.input.encode()),
+        prompt=prompt_of(row),
+        least_sandbox=least,
+        data_source=row.data_source or "",
+    )
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:

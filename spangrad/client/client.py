@@ -10,12 +10,14 @@ HTTP, and starts `spangrad worker` for the rest.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,13 +25,14 @@ from spangrad.callables import is_file, reference_of
 from spangrad.client.queue_http import OPEN_STATES, QueueHttp
 from spangrad.client.result import ProgressLine, RolloutSummary, RolloutTally, TrainResult, Validation
 from spangrad.client.task_files import read_tasks, tasks_of
+from spangrad.client.task_groups import group_of, pinned_prompt, queued, sampling_of
 from spangrad.client.task_store import StoredTasks, TaskStore
 from spangrad.client.workers import Work, WorkerProcesses
 from spangrad.errors import AgentError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
 from spangrad.processes import MARK
 from spangrad.settings.sources import as_variable, load_settings, variable_of
-from spangrad.types import Mode, Task
+from spangrad.types import Mode, Rollout, Task
 
 Data = str | Path | Sequence[Task | Mapping[str, object]]
 """Source of tasks as `spangrad run --tasks` accepts it, or rows."""
@@ -129,6 +132,8 @@ class Client:
         Raises:
             AgentError: other processes cannot find the agent, or it cannot be loaded; no data was uploaded.
             QueueError: the queue refuses, or stays unreachable.
+            SettingsError: greedy rollouts or the sampling of validation are configured, and there is no gateway.
+            PromptError: the prompt that prompts.pin names is not published.
             KeyboardInterrupt: Ctrl-C, after running attempts had runner.drain_seconds to end; the rest stays in the queue.
         """
         began = time.monotonic()
@@ -136,17 +141,19 @@ class Client:
         if validate_every is not None:
             self._required_data(TEST)
         stored, tasks = self._required_data(TRAIN)
+        if TEST in self._data:
+            sampling_of(self.settings.runner, Mode.VALIDATE)  # raises now what would else end the script after the training
         follow = bool(self._queue.demand()["branches"]) if follow_demand is None else follow_demand
         rollouts = [] if follow else self._epochs(stored, tasks, epochs)
-        counted = [rollout for rollout in rollouts if rollout["mode"] == Mode.TRAIN]
+        counted = [rollout for rollout in rollouts if rollout.mode is Mode.TRAIN]
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
         with ProgressLine("training", None if follow else len(counted)) as show, self._workers(work, n_workers) as workers:
             train = RolloutTally()
             run = _TrainRun(work, workers, show, progress_total=train, train=train, cursor=self._queue.cursor())
-            if rollouts and self._queue.enqueue(rollouts):
+            if rollouts and self._enqueue(rollouts):
                 run.cursor = 0  # some of them may have ended before
-            run.waits = {rollout["rollout_id"]: run.train if rollout["mode"] == Mode.TRAIN else None for rollout in rollouts}
+            run.waits = {rollout.key.rollout_id: run.train if rollout.mode is Mode.TRAIN else None for rollout in rollouts}
             quiet = time.monotonic()
             while run.waits if not follow else self._continues(run, groups, quiet, idle_seconds):
                 if self._count_ended(run, count_all=follow) or (follow and self._is_busy()):
@@ -172,6 +179,8 @@ class Client:
         Raises:
             AgentError: as `train`.
             QueueError: as `train`.
+            SettingsError: as `train`.
+            PromptError: as `train`.
         """
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
@@ -185,9 +194,9 @@ class Client:
         after = run.train.groups
         stored, tasks = self._data[TEST]
         rollouts = self._rollouts(stored, tasks, uuid.uuid4().hex, Mode.VALIDATE)
-        waited = {rollout["rollout_id"] for rollout in rollouts}
+        waited = {rollout.key.rollout_id for rollout in rollouts}
         run.waits.update(dict.fromkeys(waited, tally))
-        self._queue.enqueue(rollouts)
+        self._enqueue(rollouts)
         while not waited.isdisjoint(run.waits):
             self._count_ended(run, count_all=run.work.follow is not None)
         run.progress_line.print_line(f"test data after {after} groups: {tally.measure}")
@@ -222,44 +231,36 @@ class Client:
         demand, states = self._queue.demand(), self._queue.states()
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in OPEN_STATES)
 
-    def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[dict[str, Any]]:
+    def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[Rollout]:
         """Return the rollouts of the next epochs, beginning with the one that was begun and has not ended."""
         first = 0
-        while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1]["rollout_id"]):
+        while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1].key.rollout_id):
             first += 1
         # A script that was killed left them; what is open beside them, such as test data, is of no epoch.
         open_ids = self._queue.open_ids() if first else set[str]()
-        while first and any(rollout["rollout_id"] in open_ids for rollout in self._rollouts(stored, tasks, first - 1, Mode.TRAIN)):
+        while first and any(rollout.key.rollout_id in open_ids for rollout in self._rollouts(stored, tasks, first - 1, Mode.TRAIN)):
             first -= 1
         return [rollout for epoch in range(first, first + epochs) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
 
-    def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[dict[str, Any]]:
-        """Return rollouts of tasks in the queue's form: a group for each task, with a greedy rollout first where it is set.
+    def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[Rollout]:
+        """Return rollouts of tasks: a group for each task, with a greedy rollout first where it is set.
 
         Their ids follow from run, data, `which`, the task's index (`first` is that of the first one) and the rollout's number.
         """
-        runner = self.settings.runner
-        size = runner.group_size if mode is Mode.TRAIN else 1
-        modes = ([Mode.GREEDY] if wants_greedy(self.settings, mode) else []) + [mode] * size
-        rollouts: list[dict[str, Any]] = []
+        size = self.settings.runner.group_size if mode is Mode.TRAIN else 1
+        greedy = wants_greedy(self.settings, mode)
+        rollouts: list[Rollout] = []
         for index, task in enumerate(tasks, first):
             group = _name(self.run_id, stored.digest, mode, which, index)
-            rollouts += [
-                {
-                    "rollout_id": _name(group, number),
-                    "task_id": task.task_id,
-                    "input": task.input,
-                    "group_id": group,
-                    "group_size": size if rollout_mode is mode else 1,
-                    "mode": rollout_mode.value,
-                    "priority": 0 if mode is Mode.TRAIN else 1,
-                    "timeout_seconds": runner.timeout_seconds,
-                    "max_attempts": runner.max_attempts,
-                    "least_sandbox": task.least_sandbox,
-                }
-                for number, rollout_mode in enumerate(modes)
-            ]
+            ids = map(partial(_name, group), itertools.count())
+            rollouts += group_of(task, self.run_id, mode, size, group_id=group, ids=ids, greedy=greedy)
         return rollouts
+
+    def _enqueue(self, rollouts: Sequence[Rollout]) -> int:
+        """Add rollouts to the queue, and return how many of them it knew before."""
+        prompt = pinned_prompt(self.settings)
+        new = [queued(rollout, self.settings, prompt, priority=int(rollout.mode is Mode.VALIDATE)) for rollout in rollouts]
+        return self._queue.enqueue(new)
 
     def _required_data(self, name: str) -> tuple[StoredTasks, list[Task]]:
         """Return the data of a name, from the queue where another process has uploaded it."""

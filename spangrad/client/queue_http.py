@@ -9,12 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
+import msgspec
+
 from spangrad.errors import QueueError
 from spangrad.http.json_http import ask
 from spangrad.http.service import queue_service, without_userinfo
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
+
+    from spangrad.http.queue_messages import NewRollout
 
 RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
@@ -42,13 +46,13 @@ class QueueHttp:
         self.run_id = run_id
         self._service = queue_service(url, token, retry_seconds)
 
-    def ask(self, method: str, path: str, body: Mapping[str, object] | None = None, *, missing: Any = None) -> Any:
+    def ask(self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, missing: Any = None) -> Any:
         """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).
 
         Args:
             method: HTTP method.
             path: path of the request.
-            body: JSON body of the request. None: there is none.
+            body: body of the request, as an object or encoded as JSON. None: there is none.
             missing: value to return for status 404; None: that is an error.
 
         Raises:
@@ -62,11 +66,11 @@ class QueueHttp:
                 return missing
             raise
 
-    def enqueue(self, rollouts: Sequence[Mapping[str, object]]) -> int:
+    def enqueue(self, rollouts: Sequence[NewRollout]) -> int:
         """Add rollouts that have ids, and return how many of them were known before."""
         known = 0
         for start in range(0, len(rollouts), _AT_ONCE):
-            body = {"run_id": self.run_id, "rollouts": list(rollouts[start : start + _AT_ONCE])}
+            body = msgspec.json.encode({"run_id": self.run_id, "rollouts": rollouts[start : start + _AT_ONCE]})
             known += self.ask("POST", "/v1/rollouts", body)["known"]
         return known
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
+
+import msgspec
 
 from spangrad.client.queue_http import RETRY_SECONDS, QueueHttp
 from spangrad.errors import QueueError
-from spangrad.types import SandboxRung, Task
+from spangrad.types import Task
 
 if TYPE_CHECKING:
     from spangrad.settings import Settings
@@ -88,7 +90,7 @@ class TaskStore:
             page = self._queue.ask("GET", f"/v1/tasks/{stored['digest']}?first={len(tasks)}&limit={_PAGE}")["tasks"]
             if not page:
                 raise QueueError(f"the queue at {self._queue.url} has lost tasks of {name!r} of run {run_id}. Upload them again.")
-            tasks += [_task(row) for row in page]
+            tasks += msgspec.convert(page, list[Task])
         return tasks
 
 
@@ -96,20 +98,13 @@ def digest_of(tasks: Sequence[Task]) -> str:
     """Return the SHA-256 over the tasks in their order, in hex; the order of an object's keys does not matter."""
     digest = hashlib.sha256()
     for task in tasks:
-        demanded = [] if task.least_sandbox is None else [task.least_sandbox]
-        source = [{"data_source": task.data_source}] if task.data_source else []
-        digest.update(json.dumps([task.task_id, task.input, *demanded, *source], sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps(_row(task), sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _task(row: Mapping[str, Any]) -> Task:
-    least = row.get("least_sandbox")
-    return Task(row["task_id"], row["input"], least_sandbox=least and SandboxRung(least), data_source=row.get("data_source", ""))
-
-
 def _row(task: Task) -> dict[str, object]:
-    names = {"task_id": task.task_id, "input": task.input}
-    return {**names, "least_sandbox": task.least_sandbox, "data_source": task.data_source}
+    fields = {name: getattr(task, name) for name in ("task_id", "input", "least_sandbox", "data_source")}
+    return {**fields, "prompt": task.prompt and asdict(task.prompt)}
 
 
 def _parts(tasks: Sequence[Task]) -> list[tuple[int, list[Task]]]:

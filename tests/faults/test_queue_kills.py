@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from runner.queue.client import QueueClient, new_rollout
+from runner.queue.client import QueueClient
 from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
-from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
+from runner.queue.wire import RolloutSelector, RolloutState
+from spangrad.http.queue_messages import NewRollout, new_rollout
 from spangrad.processes import Child, die_with_parent
 from spangrad.settings import Settings
 from tests.support.runners import new_rollouts, queue_process, queue_settings

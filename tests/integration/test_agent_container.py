@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.queue.client import new_rollout
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import ContainerAgent
@@ -23,6 +22,7 @@ from spangrad.agent.command import ExitCode
 from spangrad.agent.container import AgentContainer as Hosted
 from spangrad.agent.container import Container, reachable, reached_at, run_command
 from spangrad.errors import AgentError
+from spangrad.http.queue_messages import new_rollout
 from spangrad.leases import this_process
 from spangrad.processes import MARK, wait_until
 from spangrad.settings.runner import ContainerSettings

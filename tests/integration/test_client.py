@@ -14,14 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from spangrad import semconv
+from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.client import TEST, TRAIN, Client
 from spangrad.client.queue_http import QueueHttp
+from spangrad.errors import PromptError, SettingsError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
-from spangrad.types import Mode
+from spangrad.types import Mode, PromptVersion, Task
 from tests.support.runners import RunnerServices, queue_server, queue_settings, runner_services
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
@@ -181,15 +184,56 @@ def test_client_epochs_resume_only_those_with_open_rollouts(tmp_path: Path) -> N
         client.upload_data([{"q": n} for n in range(600)], test_file=[{"q": -1}])
         (stored, tasks), (tests, test_tasks) = client._data[TRAIN], client._data[TEST]
         epochs = [client._rollouts(stored, tasks, epoch, Mode.TRAIN) for epoch in range(3)]
-        client._queue.enqueue([*epochs[0], *epochs[1]])
+        client._enqueue([*epochs[0], *epochs[1]])
         assert client._epochs(stored, tasks, 1) == epochs[0]
-        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout["rollout_id"] for rollout in epochs[0]]})
-        last = epochs[1].pop()["rollout_id"]
-        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout["rollout_id"] for rollout in epochs[1]]})
-        assert client._epochs(stored, tasks, 1)[-1]["rollout_id"] == last
-        client._queue.enqueue(client._rollouts(tests, test_tasks, "interrupted", Mode.VALIDATE))
+        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout.key.rollout_id for rollout in epochs[0]]})
+        last = epochs[1].pop().key.rollout_id
+        client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout.key.rollout_id for rollout in epochs[1]]})
+        assert client._epochs(stored, tasks, 1)[-1].key.rollout_id == last
+        client._enqueue(client._rollouts(tests, test_tasks, "interrupted", Mode.VALIDATE))
         client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [last]})
         assert client._epochs(stored, tasks, 1) == epochs[2]
+
+
+def test_client_rollouts_keep_prompt_source_and_sampling(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    given = {
+        "runner.group_size": 1,
+        "runner.validation_sampling.temperature": 0.5,
+        "runner.handlers": {"digits": {"agent": "sums:agent", "timeout_seconds": 7}},
+        "prompts.pin": "solver",
+    }
+    sums = Task("sums", {"share": np.float64(0.5)}, data_source="digits")
+    with queue_server(settings, tmp_path / "queue.log"):
+        url = settings.queue.url or ""
+        client = Client(url, run_id="facts", settings=given)
+        client.upload_data([sums], test_file=[Task("pinned", 1, PromptVersion("other", 3)), sums])
+        other = Client(url, run_id="facts", settings=given)  # reads the tasks from the queue
+        train = client._rollouts(*client._required_data(TRAIN), 0, Mode.TRAIN)
+        test = other._rollouts(*other._required_data(TEST), 0, Mode.VALIDATE)
+        with pytest.raises(PromptError, match="solver"):
+            client._enqueue(train)
+        PromptStore(url).put("solver", "Solve it.")
+        client._enqueue(train)
+        other._enqueue(test)
+        leases = client._queue.ask("POST", "/v1/leases", {"run_id": "facts", "worker": "worker", "count": 9})["leases"]
+    assert [(lease["task_id"], lease.get("sampling"), lease["timeout_seconds"], lease["prompt"]["name"]) for lease in leases] == [
+        ("pinned", {"temperature": 0.5}, 7, "other"),
+        ("sums", {"temperature": 0.5}, 7, "solver"),
+        ("sums", None, 7, "solver"),
+    ]
+    assert [lease.get("data_source") for lease in leases] == [None, "digits", "digits"]
+    assert leases[-1]["input"] == {"share": 0.5}
+
+
+def test_client_train_with_unusable_sampling_raises_first(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    given = {"runner.gateway": False, "runner.validation_sampling.temperature": 0}
+    with queue_server(settings, tmp_path / "queue.log"):
+        client = Client(settings.queue.url or "", settings=given).upload_data([{"q": 1}], test_file=[{"q": 2}])
+        with pytest.raises(SettingsError, match="validation_sampling needs the gateway"):
+            client.train(place)
+        assert client._queue.states() == {}
 
 
 UNGUARDED = """

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import DemandRequest, DemandState
 from runner.runner import Runner
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings import QueueSettings
 from spangrad.types import Task
 from tests.support.runners import new_rollouts, queue_server, queue_settings, runner_services, serving, until

@@ -22,9 +22,10 @@ from runner.queue.endings import Ending, Endings, close_endings, not_running
 from runner.queue.purge import expired
 from runner.queue.rows import Defaults, Moment
 from runner.queue.tables import ATTEMPTS, GROUPS, METADATA, ROLLOUTS, RUNS, QueueDatabase
-from runner.queue.wire import ClosedEndings, DemandRequest, LeaseRequest, RolloutSelector, RolloutState
+from runner.queue.wire import ClosedEndings, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandRequest
 from spangrad.types import AttemptFailure
 from tests.support.runners import new_rollouts
 

@@ -10,7 +10,8 @@ import sqlalchemy as sa
 
 from runner.queue import purge
 from runner.queue.tables import ATTEMPTS, ROLLOUTS
-from runner.queue.wire import DemandState, Purge, RolloutSelector, RolloutState
+from runner.queue.wire import Purge, RolloutSelector, RolloutState
+from spangrad.http.queue_messages import DemandState
 from tests.support.runners import done, failed, new_rollouts, queue_settings, serving, until
 
 

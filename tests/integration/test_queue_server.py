@@ -17,8 +17,9 @@ from pydantic import SecretStr
 from runner.queue import notifier
 from runner.queue.client import QueueClient
 from runner.queue.server import serve
-from runner.queue.wire import AttemptReceipt, DemandRequest, DemandState, RolloutSelector, RolloutState
+from runner.queue.wire import AttemptReceipt, RolloutSelector, RolloutState
 from spangrad.errors import QueueError, SpangradError
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.types import Mode
 from tests.support.runners import done, failed, is_true, new_rollouts, queue_settings, serving, until
 

@@ -14,11 +14,11 @@ from spangrad.client.queue_http import QueueHttp
 from spangrad.client.task_store import StoredTasks, TaskStore, digest_of
 from spangrad.errors import QueueError
 from spangrad.settings import QueueSettings
-from spangrad.types import SandboxRung, Task
+from spangrad.types import PromptVersion, SandboxRung, Task
 from tests.support.runners import queue_settings, serving
 
 FIRST = [Task(f"t{n}", {"question": "é" * n, "n": n}) for n in range(2500)]
-OTHER = [Task("t0", None, least_sandbox=SandboxRung.BUBBLEWRAP)]
+OTHER = [Task("t0", None, PromptVersion("solver", 2), SandboxRung.BUBBLEWRAP, "digits")]
 
 
 async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,11 +51,12 @@ async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db:
         await asyncio.to_thread(work)
 
 
-def test_digest_of_tasks_depends_on_ids_inputs_and_order() -> None:
+def test_digest_of_tasks_depends_on_their_fields_and_order() -> None:
     first, second = Task("a", {"x": 1, "y": 2}), Task("b", 1)
     assert digest_of([first, second]) == digest_of([Task("a", {"y": 2, "x": 1}), second])
-    different = ([first, second], [second, first], [first], [Task("a", 1), second], [Task("c", first.input), second])
-    assert len({digest_of(tasks) for tasks in different}) == 5
+    pinned = Task("a", first.input, PromptVersion("solver", 2))
+    different = ([first, second], [second, first], [first], [Task("a", 1), second], [Task("c", first.input), second], [pinned, second])
+    assert len({digest_of(tasks) for tasks in different}) == len(different)
 
 
 async def test_task_store_without_queue_raises(tmp_path: Path) -> None:

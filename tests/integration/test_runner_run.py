@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from runner.groups import queued
 from runner.runner import Outcome, Runner
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, agent_environment
 from span_processors.export import parse_headers
 from spangrad import semconv
+from spangrad.client.task_groups import queued
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runner.demand_source import DemandSource, task_at
-from runner.groups import queued
 from runner.queue.wire import RolloutState
 from spangrad import semconv
 from spangrad.client.queue_http import QueueHttp
+from spangrad.client.task_groups import queued
 from spangrad.processes import wait_until
 from spangrad.settings import QueueSettings
 from spangrad.types import Task

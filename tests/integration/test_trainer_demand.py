@@ -18,8 +18,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from spangrad.client.demand import Demand, Stated, state
+from spangrad.client.demand import state
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings import QueueSettings, Settings
 from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
@@ -52,7 +53,7 @@ class Queue:
         key, groups = (body["policy"], body["branch"]), body["groups"]
         assert isinstance(groups, int)
         self.levels[key] = max(groups, self.levels.get(key, 0))
-        return 200, json.dumps({"groups": self.groups, "enqueued": self.enqueued, "branches": []}).encode()
+        return 200, json.dumps({"groups": self.groups, "enqueued": self.enqueued, "cancelled": 0, "branches": []}).encode()
 
     @property
     def groups(self) -> int:
@@ -118,7 +119,9 @@ def test_in_flight_is_bounded_by_staleness_and_steps_left(steps: int, most: int,
     chosen = TWO.model_copy(update={"max_steps": most})
     consumed = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5})
     assert in_flight(chosen, consumed) == flying
-    assert demand(consumed, chosen, [0, 1, 4]) == Demand("policy", "main", 2 * steps + 5 + flying, 1, 2 * steps + 5)
+    assert demand(consumed, chosen, [0, 1, 4]) == DemandRequest(
+        policy="policy", branch="main", groups=2 * steps + 5 + flying, oldest_version=1, filled=2 * steps + 5
+    )
     assert demand(consumed, chosen, [0], ready=3).filled == consumed.groups + min(3, flying), "of those that are wanted"
     cancelled = ConsumedGroups(steps, 2 * steps, {SkipReason.STALE: 5, SkipReason.CANCELLED: 7})
     assert groups_wanted(cancelled, chosen) == groups_wanted(consumed, chosen), "what was cancelled is not counted as enqueued, either"
@@ -193,8 +196,8 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
 
 def test_demand_state_over_http_is_checked(queue: Queue):
     there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
-    asked = Demand("policy", "main", 12, 3, 4)
-    assert state(there, "a run/1", asked) == Stated(12, 0)
+    asked = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
+    assert state(there, "a run/1", asked) == DemandState(groups=12, enqueued=0, cancelled=0, branches=[])
     body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, body, "Bearer secret")]
@@ -202,7 +205,7 @@ def test_demand_state_over_http_is_checked(queue: Queue):
     for answer, message in (
         ((401, b'{"error": "no token"}'), r"the queue at .* refuses PUT .*/demand \(401\): no token"),
         ((502, b"<html>"), r"\(502\): <html>"),
-        ((200, b'{"groups": 1}'), r"answers PUT .*/demand with something else than a demand \(KeyError\('enqueued'\)\)"),
+        ((200, b'{"groups": 1}'), r"answers PUT .*/demand with something else than a demand \(.*missing required field `enqueued`\)"),
         ((200, b"<html>"), "does not answer"),
     ):
         queue.answer = answer

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from runner.queue.client import QueueClient
-from runner.queue.wire import NewRollout
 from spangrad.errors import SpangradError
+from spangrad.http.queue_messages import NewRollout
 from spangrad.processes import Child, free_ports, own_command, wait_until
 from spangrad.supervisor.placement import Bundle, BundleGroup
 from spangrad.supervisor.ray_services import RayCluster

@@ -16,13 +16,14 @@ import msgspec
 import pytest
 
 from runner.embedded import EmbeddedQueue
-from runner.queue.wire import NewRollout, RolloutSelector, RolloutState
+from runner.queue.wire import RolloutSelector, RolloutState
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent
 from runner.workers.handlers import Handlers
 from runner.workers.serving import serve
 from spangrad import semconv
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import NewRollout
 from spangrad.processes import own_command, wait_until
 from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, Task

@@ -22,11 +22,12 @@ import psycopg
 from pydantic import SecretStr
 
 from runner.queue import server, tables
-from runner.queue.client import QueueClient, new_rollout
+from runner.queue.client import QueueClient
 from runner.queue.service import Service
-from runner.queue.wire import Completion, Failure, Held, NewRollout, QueuedRollout, RolloutLease, RolloutState
+from runner.queue.wire import Completion, Failure, Held, QueuedRollout, RolloutLease, RolloutState
 from runner.workers.agents import CommandAgent
 from spangrad import semconv
+from spangrad.http.queue_messages import NewRollout, new_rollout
 from spangrad.processes import MARK, Child, answers, free_ports, wait_until
 from spangrad.settings import EnvironmentServiceSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure

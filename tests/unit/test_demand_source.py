@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.demand_source import DemandSource, DemandUpdate, missing_groups, task_at
-from runner.groups import cannot_be_trained, queued
-from runner.queue.wire import DemandRequest, DemandState, Failure, Rollouts, RolloutSelector, RolloutState
+from runner.groups import cannot_be_trained
+from runner.queue.wire import Failure, Rollouts, RolloutSelector, RolloutState
+from spangrad.client.task_groups import queued
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings.trainer_learning import Estimator
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import new_rollouts, queue_settings, serving

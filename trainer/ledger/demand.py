@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from spangrad.client.demand import Demand, state
+from spangrad.client.demand import state
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandRequest
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger.batch_rollouts import by_version, oldest_open
@@ -102,7 +103,7 @@ def groups_wanted(consumed: ConsumedGroups, settings: TrainerSettings, ready: in
     return consumed.groups + in_flight(settings, consumed, ready)
 
 
-def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> Demand:
+def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> DemandRequest:
     """Return the demand that is reported to the queue.
 
     Args:
@@ -113,7 +114,8 @@ def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequenc
     """
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
     level = groups_wanted(consumed, settings, ready)
-    return Demand(settings.policy, settings.branch, level, oldest, min(consumed.groups + ready, level))
+    filled = min(consumed.groups + ready, level)
+    return DemandRequest(policy=settings.policy, branch=settings.branch, groups=level, oldest_version=oldest, filled=filled)
 
 
 class Consumption:
@@ -224,7 +226,7 @@ class DemandReporter:
         self._settings = settings
         self._branch = branch
         self._consumption = Consumption(branch.ledger, settings.trainer, build_spec)
-        self._reported: Demand | None = None
+        self._reported: DemandRequest | None = None
         self._quiet_until = 0.0
         self._outage = Outage("the queue")
 

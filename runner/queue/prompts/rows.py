@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from msgspec import Meta
 
 from runner.queue.tables import PROMPT_EDITS, PROMPT_HEADS, PROMPT_VERSIONS
-from runner.queue.wire import NO_NULL, Struct
 from spangrad.agent.prompt_store import TEXT_MOST
 from spangrad.database import Database
+from spangrad.http.queue_messages import NO_NULL, Struct
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
 PromptName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
