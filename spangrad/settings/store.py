@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
@@ -50,6 +51,12 @@ class StoreSettings(Section):
     store.cluster is set."""
     ttl_days: int | None = Field(default=None, ge=1)
     """Time for which spans and the rows built from them are kept, in days; those that a committed batch used stay. None: forever."""
+
+    @property
+    def password(self) -> str:
+        """Return the password of statements: that of `url`, else `token`, else `read_token`. Empty: there is none."""
+        token = self.token or self.read_token
+        return unquote(urlsplit(self.url).password or "") or (token.get_secret_value() if token else "")
 
     @property
     def reads_in_sequence(self) -> bool:

@@ -118,10 +118,8 @@ class Arrivals:
         parts = urllib.parse.urlsplit(self._store.url)
         since = ",".join(str(self._positions.get(topic, "")) for topic in topics)
         query = urllib.parse.urlencode({"topics": ",".join(topics), "since": since, "seconds": f"{seconds:.3f}"})
-        token = self._store.token or self._store.read_token
-        secret = token.get_secret_value() if token else urllib.parse.unquote(parts.password or "")
         url = without_userinfo(urllib.parse.urlunsplit((parts.scheme, parts.netloc, "", "", "")))
-        store = RemoteService("the span store", url, secret, StoreError, "Start it with `spangrad store`, or set store.url.")
+        store = RemoteService("the span store", url, self._store.password, StoreError, "Start it with `spangrad store`, or set store.url.")
         try:
             answer = ask(store, "GET", f"{PATH}?{query}", seconds=seconds + _GRACE_SECONDS)
         except StoreError as error:

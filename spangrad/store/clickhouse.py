@@ -54,14 +54,13 @@ def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = F
     import clickhouse_connect
 
     parts = urlsplit(store.url)
-    token = store.token or store.read_token
     with store_errors(store.url):
         client = clickhouse_connect.get_client(
             host=parts.hostname or "",
             port=parts.port or (8443 if parts.scheme == "https" else 8123),
             interface=parts.scheme,
             username=unquote(parts.username or "default"),
-            password=unquote(parts.password or "") or (token.get_secret_value() if token else ""),
+            password=store.password,
             autogenerate_session_id=False,
             settings={**(SHARDED if store.sharded else {}), **(CONSISTENT if consistent and store.reads_in_sequence else {})},
         )

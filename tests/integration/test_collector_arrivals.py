@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from collector.arrivals import ArrivalBoard
 from spangrad.settings import StoreSettings
@@ -120,6 +121,11 @@ def test_arrivals_asks_for_the_token(tmp_path: Path) -> None:
             waiting = Arrivals(connect(bearer), bearer, [Topic.BUILDS])
             assert waiting.wait(0) == {Topic.BUILDS}
             assert waiting.wait(0) == frozenset()
+        of_url = bearer.model_copy(update={"url": bearer.url.replace("http://", "http://default:secret@"), "token": SecretStr("collector")})
+        waiting = Arrivals(connect(of_url), of_url, [Topic.BUILDS])
+        assert [waiting.wait(0) for _ in range(2)] == [{Topic.BUILDS}, frozenset()], (
+            "the URL's password is the strongest, as for statements"
+        )
         unknown = Arrivals(connect(settings), settings.model_copy(update={"token": None, "read_token": None}), [Topic.BUILDS])
         assert [unknown.wait(0) for _ in range(2)] == [{Topic.BUILDS}] * 2
 
