@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 IDENTIFIER = r"(?:`(?:[^`\\]|\\.|``)*+`|\"(?:[^\"\\]|\\.|\"\")*+\"|[\w$]++)"
 LIST = r"\((?:[^()`\"']++|`(?:[^`\\]|\\.|``)*+`|\"(?:[^\"\\]|\\.|\"\")*+\"|\([^()]*+\))*+\)"
-SKIP = r"(?:\s++|--[^\n]*+\n|/\*.*?\*/)*+"
+SKIP = r"(?:\s++|(?:--|#)[^\n]*+\n|/\*.*?\*/)*+"
 HEAD = (
     rf"{SKIP}INSERT\s+INTO\s+(?:TABLE\s+)?(?P<table>{IDENTIFIER}(?:\s*+\.\s*+{IDENTIFIER})?)\s*+(?P<columns>{LIST})?\s*+"
     r"(?P<settings>SETTINGS\s[^;]*?)?"

@@ -83,7 +83,7 @@ class Statement:
     @property
     def leaves_traces(self) -> bool:
         """Return whether it changes the session itself, which therefore can't serve other requests."""
-        return self.first_word in _LASTING or "TEMPORARY" in self.sql[:200].upper()
+        return self.first_word in _LASTING or (not self.answers and "TEMPORARY" in self.sql.upper())
 
 
 def read_statement(

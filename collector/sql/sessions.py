@@ -113,17 +113,18 @@ class SessionPool:
     def _reading(self, statement: Statement) -> Generator[Handle]:
         if statement.session_must_exist:
             raise BadRequestError(372, f"Session {statement.session} not found.", "SESSION_NOT_FOUND")
-        configured = None if statement.tables else self._matching(TokenRole.READER, statement.database, statement.settings)
+        matching = None if statement.tables else self._matching(TokenRole.READER, statement.database, statement.settings)
+        configured = matching or _ConfiguredHandle(self._open(), TokenRole.READER)
+        keep = matching is not None
         try:
-            if configured is None:
-                configured = _ConfiguredHandle(self._open(), TokenRole.READER)
+            if matching is None:
                 configured.configure(statement.database, statement.settings)
                 load_tables(configured.handle, statement.tables)
                 configured.restrict("1")
+                keep = not statement.tables
             yield configured.handle
         finally:
-            if configured:
-                self._put(configured, keep=not statement.tables and configured.settings == statement.settings)
+            self._put(configured, keep)
 
     def close(self) -> None:
         """Close every handle."""

@@ -60,6 +60,13 @@ def test_sql_session_after_readonly_request_writes_again(store: StoreSettings) -
     client.close()
 
 
+def test_sql_request_without_session_leaves_nothing_to_others(store: StoreSettings) -> None:
+    create = f"-- {'x' * 300}\nCREATE TEMPORARY TABLE left_over (a UInt8)"
+    assert [ask(store, create).code for _ in range(2)] == [0, 0]
+    assert ask(store, "# of MySQL\nSET max_threads = 7").code == 0
+    assert [ask(store, "SELECT getSetting('max_threads')").body for _ in range(9)].count(b"7\n") == 0
+
+
 # --- names ---
 
 

@@ -14,19 +14,36 @@ from collector.sql.sessions import SessionPool
 
 
 class StubbornHandle:
-    """A handle that drops no table."""
+    """A handle that refuses statements which begin with a word."""
+
+    def __init__(self, refused: str) -> None:
+        self.refused = refused
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     def query(self, sql: str, *_: object) -> QueryAnswer:
-        if sql.startswith("DROP"):
+        if sql.startswith(self.refused):
             raise EngineRefusedError("Code: 394. DB::Exception: Query was cancelled. (QUERY_WAS_CANCELLED)", 394)
         return QueryAnswer(b"0" if sql.startswith("SELECT") else b"")
 
 
 def test_session_pool_releases_session_after_any_failure() -> None:
-    handles = SessionPool(lambda: cast(Handle, StubbornHandle()))
+    handles = SessionPool(lambda: cast(Handle, StubbornHandle("DROP")))
     tables = (ExternalTable("t", "a UInt8", "CSV", b""),)
     statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 60.0, False, tables)
 
     for _ in range(2):
         with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.WRITER):
             pass
+
+
+def test_session_pool_closes_reader_handle_that_is_not_read_only() -> None:
+    handle = StubbornHandle("SET readonly")
+    handles = SessionPool(lambda: cast(Handle, handle))
+    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 60.0, False)
+
+    with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.READER):
+        pass
+    assert handle.closed
