@@ -1,4 +1,4 @@
-"""The dashboards' files that Grafana is provisioned with: writing them, and comparing them with the code's output.
+"""The dashboards' files that Grafana is provisioned with.
 
 In: the dashboards. Out: one JSON file for each in `json/`, formatted as Grafana exports it. Invariant: the same code makes the same bytes.
 """
@@ -26,15 +26,8 @@ def render(name: str) -> str:
     return json.dumps(dashboard, cls=JSONEncoder, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
 
 
-def differing(directory: Path = DIRECTORY) -> list[str]:
-    """Return the names of files that differ from the code's output: changed, missing, or of no dashboard."""
-    expected = {f"{name}.json": render(name) for name in DASHBOARDS}
-    existing = {path.name: path.read_text() for path in directory.glob("*.json")}
-    return sorted(name for name in expected.keys() | existing.keys() if expected.get(name) != existing.get(name))
-
-
-def write(directory: Path = DIRECTORY) -> None:
+def write() -> None:
     """Write every dashboard's file."""
-    directory.mkdir(exist_ok=True)
+    DIRECTORY.mkdir(exist_ok=True)
     for name in DASHBOARDS:
-        (directory / f"{name}.json").write_text(render(name))
+        (DIRECTORY / f"{name}.json").write_text(render(name))

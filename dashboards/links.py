@@ -1,4 +1,4 @@
-"""Empty dashboards, the links between them, and the second axis of a panel.
+"""Empty dashboards, and the links between them.
 
 In: names. Out: empty dashboards, and URLs of data links. Invariant: a link carries the store, the selected time range and the clicked
 value, so that the next dashboard shows the same data.
@@ -6,10 +6,8 @@ value, so that the next dashboard shows the same data.
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-from grafana_foundation_sdk.builders import dashboard, timeseries, trend
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DashboardLinkType, DynamicConfigValue
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DashboardLinkType
 
 _SAME = "var-datasource=${datasource}&${__url_time_range}"
 
@@ -49,14 +47,3 @@ def begin(name: str, description: str) -> dashboard.Dashboard:
         .readonly()
         .link(siblings.include_vars(True).keep_time(True).as_dropdown(False))
     )
-
-
-_Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
-
-
-def second_axis(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
-    """Give one curve of a panel its own unit and its own axis, on the right; return the panel."""
-    properties = [("unit", unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0)]
-    properties += [("max", at_most)] if at_most is not None else [("max", None)]
-    panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
-    return panel

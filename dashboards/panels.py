@@ -94,6 +94,13 @@ def _curve(panel: _Curve) -> _Curve:
     return panel
 
 
+def second_axis(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
+    """Give one curve of a panel its own unit and its own axis, on the right; return the panel."""
+    properties = [("unit", unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0), ("max", at_most)]
+    panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
+    return panel
+
+
 def over_versions(
     title: str,
     sql: str,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, figure, in_one_row, over_time, rows, steps
+from dashboards.panels import Panel, figure, in_one_row, over_time, rows, second_axis, steps
 from dashboards.queries import ATTEMPTS, CALLS, CHOSEN, TOOL_CALLS
 from dashboards.variables import chosen
 
@@ -153,7 +153,7 @@ def _speed() -> Panel:
     panel = over_time(
         "Tokens and calls a second", sql, "short", "Sampled tokens a second over all engines, and calls a second beside them."
     )
-    return links.second_axis(panel, "calls", "ops")
+    return second_axis(panel, "calls", "ops")
 
 
 def _rewards() -> Panel:

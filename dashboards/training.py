@@ -8,7 +8,7 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard, stat
 
 from dashboards import links, variables
-from dashboards.panels import Panel, bars, figure, in_one_row, over_time, over_versions, rows, steps
+from dashboards.panels import Panel, bars, figure, in_one_row, over_time, over_versions, rows, second_axis, steps
 from dashboards.queries import CHOSEN, OF_BRANCH, STEPS, TRAINED, metric
 from dashboards.variables import is_
 from spangrad.types import POLICY_FAILURES
@@ -115,7 +115,7 @@ def _success() -> Panel:
         "Share of the chosen modes' rollouts whose reward reached the chosen value. Held-out rollouts: choose the mode validate.",
         at_most=1,
     )
-    return links.second_axis(panel, "rollouts", "short")
+    return second_axis(panel, "rollouts", "short")
 
 
 def _returns() -> Panel:
@@ -145,7 +145,7 @@ def _advantage() -> Panel:
         "advantage: mean size of what the loss used. flat: share of calls whose advantage is 0, as where all rollouts of a group have the"
         " same return; they teach nothing.",
     )
-    return links.second_axis(panel, "flat", "percentunit", at_most=1)
+    return second_axis(panel, "flat", "percentunit", at_most=1)
 
 
 def _failed() -> Panel:
@@ -211,7 +211,7 @@ def _change() -> Panel:
         "low, high: share of tokens whose ratio lies below the lower bound, or above the upper one, and is clipped. kl: PPO's estimate of"
         " the step's change of policy.",
     )
-    return links.second_axis(panel, "kl", "short")
+    return second_axis(panel, "kl", "short")
 
 
 def _entropy() -> Panel:
@@ -227,7 +227,7 @@ def _entropy() -> Panel:
         "entropy: of the policy at the trained tokens, in nats; where it nears 0, nothing is tried any more. advantages, returns: standard"
         " deviations over the batch.",
     )
-    return links.second_axis(panel, "entropy", "short")
+    return second_axis(panel, "entropy", "short")
 
 
 def _responses() -> Panel:
@@ -242,7 +242,7 @@ def _responses() -> Panel:
         "short",
         "Tokens of a call's response. truncated: share of responses that were cut at their limit of tokens (trainer.sampling.truncated).",
     )
-    return links.second_axis(panel, "truncated", "percentunit", at_most=1)
+    return second_axis(panel, "truncated", "percentunit", at_most=1)
 
 
 def _speed() -> Panel:
@@ -254,7 +254,7 @@ def _speed() -> Panel:
         "short",
         "tokens: processed a second of training. mfu: share of the GPUs' peak, where verl knows it.",
     )
-    return links.second_axis(panel, "mfu", "percentunit", at_most=1)
+    return second_axis(panel, "mfu", "percentunit", at_most=1)
 
 
 def _tokens() -> Panel:

@@ -35,25 +35,15 @@ def source() -> dashboard.DatasourceVariable:
 
 def one_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
     """Return a variable with one value of a query's result; initially the first."""
-    return _query(name, label, description, sql)
+    variable = dashboard.QueryVariable(name).label(label).description(description).datasource(SOURCE).query(inspect.cleandoc(sql))
+    refresh = VariableRefresh.ON_TIME_RANGE_CHANGED if "$__time" in sql else VariableRefresh.ON_DASHBOARD_LOAD
+    return variable.refresh(refresh).sort(VariableSort.DISABLED)
 
 
 def some_of(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
     """Return a variable with any values of a query's result; initially all."""
     everything = VariableOption(selected=True, text=["All"], value=[ALL])
-    return _query(name, label, description, sql).multi(True).include_all(True).current(everything)
-
-
-def number(name: str, label: str, description: str, value: str) -> dashboard.TextBoxVariable:
-    """Return a variable whose value is a number that the reader types."""
-    variable = dashboard.TextBoxVariable(name).label(label).description(description).default_value(value)
-    return variable.current(VariableOption(selected=True, text=value, value=value))
-
-
-def _query(name: str, label: str, description: str, sql: str) -> dashboard.QueryVariable:
-    variable = dashboard.QueryVariable(name).label(label).description(description).datasource(SOURCE).query(inspect.cleandoc(sql))
-    refresh = VariableRefresh.ON_TIME_RANGE_CHANGED if "$__time" in sql else VariableRefresh.ON_DASHBOARD_LOAD
-    return variable.refresh(refresh).sort(VariableSort.DISABLED)
+    return one_of(name, label, description, sql).multi(True).include_all(True).current(everything)
 
 
 def policy() -> dashboard.QueryVariable:
@@ -98,5 +88,7 @@ def reward() -> dashboard.QueryVariable:
 
 
 def success() -> dashboard.TextBoxVariable:
-    """Return the variable for the smallest sum of that reward that counts as success."""
-    return number("success", "success from", "A rollout succeeded when its sum of that reward is at least this.", "1")
+    """Return the variable for the smallest sum of that reward that counts as success: a number that the reader types."""
+    variable = dashboard.TextBoxVariable("success").label("success from").default_value("1")
+    variable.description("A rollout succeeded when its sum of that reward is at least this.")
+    return variable.current(VariableOption(selected=True, text="1", value="1"))
