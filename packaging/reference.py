@@ -161,7 +161,7 @@ def attributes_page() -> Iterator[str]:
 def reasons_page() -> Iterator[str]:
     """Yield why calls are dropped, groups skipped and attempts failed, with remedies."""
     from spangrad.settings.explain import docstrings
-    from spangrad.types import AttemptFailure, DropReason, Mode
+    from spangrad.types import AttemptFailure, DropReason, Mode, remedy
     from trainer.ledger import skips
 
     drops, failures, skipped, modes = map(docstrings, (DropReason, AttemptFailure, skips.SkipReason, Mode))
@@ -171,7 +171,7 @@ def reasons_page() -> Iterator[str]:
         "([which, where several hold](../concepts/completeness.md#precedence-of-reasons)). "
         "`spangrad rollout why ID` prints reason and remedy of each call of a rollout."
     )
-    rows = [(f"`{reason}`", drops[reason.name], reason.remedy) for reason in DropReason]
+    rows = [(f"`{reason}`", drops[reason.name], remedy(reason)) for reason in DropReason]
     yield table(("reason", "the call, or its rollout", "remedy"), rows)
     yield "## Skip reasons"
     yield "A group that the trainer does not train: [Skipped groups](../guides/training.md#skipped-groups)."

@@ -90,18 +90,13 @@ class DropReason(StrEnum):
     OVER_LENGTH = "over_length"
     """Prompt and response are longer than builder.max_tokens."""
 
-    @property
-    def remedy(self) -> str:
-        """Return what to do about it, or why no action is needed, in one sentence."""
-        return _REMEDIES[self]
-
 
 def remedy(reason: str) -> str:
-    """Return what to do about a drop reason, or an empty text for a reason of a newer builder that this version does not know."""
-    return DropReason(reason).remedy if reason in set(DropReason) else ""
+    """Return what to do about a drop reason, or why no action is needed, in one sentence; empty for a reason of a newer builder."""
+    return _REMEDIES.get(reason, "")
 
 
-_REMEDIES: Mapping[DropReason, str] = {
+_REMEDIES: Mapping[str, str] = {
     DropReason.NO_CALLS: "Let the agent call the policy through the gateway, or through an instrumented client.",
     DropReason.INCOMPLETE: "Find the spans that did not arrive (the exporter's log, the gateway's spill), "
     "or raise builder.incomplete_after_seconds: those that come late make a new revision.",

@@ -22,7 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 
-from spangrad.http.client_timeouts import FIRST_HEAD_SECONDS, SilentConnections, TooSlowError, read_in_time
+from spangrad.http.client_timeouts import SilentConnections, TooSlowError, read_in_time
 from spangrad.http.service import in_url
 from spangrad.http.tokens import credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
@@ -54,7 +54,6 @@ class HttpServer:
         cancels: bool = True,
         unpacks: bool = True,
         drain_seconds: float = DRAIN_SECONDS,
-        first_head_seconds: float = FIRST_HEAD_SECONDS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Prepare to serve an application; `start` listens.
@@ -66,10 +65,9 @@ class HttpServer:
             cancels: whether a handler is cancelled when its client has left.
             unpacks: whether bodies with a Content-Encoding are decompressed before handlers read them.
             drain_seconds: time that requests have to end at `stop`, in seconds.
-            first_head_seconds: time limit from the opening of a connection to its first whole request head, in seconds.
             tls: certificate. None: plain HTTP.
         """
-        self._silent = SilentConnections(application, first_head_seconds)
+        self._silent = SilentConnections(application)
         self._runner = web.AppRunner(
             application,
             access_log=None,

@@ -187,11 +187,12 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
     files: dict[str, list[TrainedFile]] = {}
     for batch, *facts in _rows(client, _FILES, policy=policy):
         files.setdefault(str(batch), []).append(TrainedFile(*facts))
-    versions = {place: replace(version, files=files.get(version.batch, [])) for place, version in versions.items()}
-    first = versions[first.branch, first.version]
     return VersionLineage(
         policy,
-        [_with_batch(client, policy, version, sizes, with_spans=place < depth) for place, version in enumerate(ancestors(versions, first))],
+        [
+            replace(_with_batch(client, policy, version, sizes, with_spans=place < depth), files=files.get(version.batch, []))
+            for place, version in enumerate(ancestors(versions, first))
+        ],
     )
 
 

@@ -20,10 +20,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-import gateway.server
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
-from spangrad.http.server import HttpServer
+from spangrad.http.client_timeouts import SilentConnections
 from spangrad.settings import GatewaySettings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
@@ -241,14 +240,14 @@ async def test_gateway_large_body_that_progresses_is_awaited() -> None:
 
 async def test_gateway_connection_without_whole_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(gateway.server, "HttpServer", partial(HttpServer, first_head_seconds=0.1))
+    monkeypatch.setattr("spangrad.http.server.SilentConnections", partial(SilentConnections, first_head_seconds=0.1))
     async with staged() as stage:
         assert await said_to(stage, b"POST /v1/chat") == b""
 
 
 async def test_gateway_slow_body_of_a_whole_head_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(gateway.server, "HttpServer", partial(HttpServer, first_head_seconds=0.1))
+    monkeypatch.setattr("spangrad.http.server.SilentConnections", partial(SilentConnections, first_head_seconds=0.1))
     body = json.dumps(ASKED).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with staged() as stage:

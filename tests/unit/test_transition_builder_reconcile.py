@@ -13,7 +13,7 @@ import pytest
 
 from spangrad import types
 from spangrad.settings import BuilderSettings, Selection
-from spangrad.types import HELD_OUT_MODES, DropReason
+from spangrad.types import HELD_OUT_MODES, DropReason, remedy
 from tests.support.spans import SpanFactory, versions
 from transition_builder.calls import reconcile
 from transition_builder.schemas import CALLS, ROLLOUTS
@@ -225,12 +225,12 @@ def meanings() -> dict[str, str]:
 
 def test_drop_reasons_have_meaning_and_remedy_of_one_sentence() -> None:
     assert [*meanings()] == [reason.value for reason in DropReason]
-    assert len({reason.remedy for reason in DropReason}) == len(DropReason)
+    assert len({remedy(reason) for reason in DropReason}) == len(DropReason)
     for reason in DropReason:
-        assert re.fullmatch(r"[A-Z][^\n]+\.", reason.remedy), reason
-        assert reason.remedy.count(". ") == 0, reason
+        assert re.fullmatch(r"[A-Z][^\n]+\.", remedy(reason)), reason
+        assert remedy(reason).count(". ") == 0, reason
 
 
 def test_drops_page_matches_drop_reason() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", (ROOT / "docs/reference/drops.md").read_text().split("\n## ")[0], re.MULTILINE)
-    assert rows == [(reason.value, meanings()[reason.value], reason.remedy) for reason in DropReason]
+    assert rows == [(reason.value, meanings()[reason.value], remedy(reason)) for reason in DropReason]

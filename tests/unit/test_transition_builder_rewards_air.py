@@ -13,7 +13,7 @@ import pytest
 from spangrad.errors import BuilderError, RuleError, SettingsError
 from spangrad.settings import AirRule, BuilderSettings
 from spangrad.settings.sources import load_settings
-from spangrad.types import DropReason, call_id
+from spangrad.types import DropReason, call_id, remedy
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
@@ -292,7 +292,7 @@ def test_air_rewards_without_final_reward_drop_as_no_reward() -> None:
     spans.call(spans.span("POST", spans.root()), Duration=9 * 10**9)
     output = built(spans, SLOW)
     assert output.drops.select("Reason", "Detail").rows() == [("no_reward", "no evaluation result with a score arrived")]
-    assert "builder.rewards_from = 'rules'" in DropReason.NO_REWARD.remedy
+    assert "builder.rewards_from = 'rules'" in remedy(DropReason.NO_REWARD)
 
 
 def test_rewards_from_rules_keeps_rollouts_without_final_reward() -> None:
