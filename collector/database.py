@@ -185,8 +185,7 @@ class EmbeddedDatabase:
         self._config.write_text((CONFIG / "config.xml").read_text().replace("@USERS@", str(CONFIG / "users.xml")))
         self._numbers = itertools.count(1)
         self._open_handle = self.handle()
-        version, self.timezone = self._open_handle.query("SELECT version(), timezone()").body.decode().split()
-        self.version = version
+        self.version, self.timezone = self._open_handle.query("SELECT version(), timezone()").body.decode().split()
 
     def handle(self, *, schema_files: bool = False) -> Handle:
         """Open one more session; cheap.

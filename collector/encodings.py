@@ -42,13 +42,13 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
     """
     name = encoding.strip().lower()
     if name in {"", "identity"}:
-        _allow(len(body), limit, hold)
+        allow(len(body), limit, hold)
         return body
     out = io.BytesIO()
     try:
         for piece in _pieces(body, name):
             out.write(piece)
-            _allow(out.tell(), limit, hold)
+            allow(out.tell(), limit, hold)
     except EOFError:
         raise EncodingError(f"the body ends before its {name} stream does") from None
     except (zlib.error, zstd.ZstdError, RuntimeError) as error:
@@ -56,7 +56,17 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
     return out.getvalue()
 
 
-def _allow(size: int, limit: int, hold: Callable[[int], None]) -> None:
+def allow(size: int, limit: int, hold: Callable[[int], None]) -> None:
+    """Hold the bytes of a body, unless they are too many.
+
+    Args:
+        size: number of bytes of it so far.
+        limit: most bytes that it may have.
+        hold: called with the number; an error that it raises is passed on.
+
+    Raises:
+        TooLargeError: they are more than the limit.
+    """
     if size > limit:
         raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
     hold(size)

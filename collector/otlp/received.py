@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from collector.encodings import TooLargeError
+from collector.encodings import allow
 from collector.write.ingest import Charge
 from spangrad.http.client_timeouts import arriving
 
@@ -31,18 +31,6 @@ async def received(request: web.Request, most: int, charge: Charge) -> bytes:
         while piece := await request.content.readany():
             pieces.append(piece)
             size += len(piece)
-            hold(charge, size, most)
+            allow(size, most, charge.grow_to)
             arrived(size)
     return b"".join(pieces)
-
-
-def hold(charge: Charge, size: int, most: int) -> None:
-    """Charge the bytes of a body that have arrived.
-
-    Raises:
-        TooLargeError: they are more than the limit.
-        QueueFullError: the budget is spent.
-    """
-    if size > most:
-        raise TooLargeError(f"the body has more than {most} bytes; send smaller ones")
-    charge.grow_to(size)

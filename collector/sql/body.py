@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import BodyPartReader, web
 
-from collector.encodings import TooLargeError, decompress
-from collector.otlp.received import hold, received
+from collector.encodings import TooLargeError, allow, decompress
+from collector.otlp.received import received
 from collector.sql.errors import BadRequestError
 from collector.sql.frames import unframe
 from collector.write.ingest import Charge
@@ -88,7 +88,7 @@ async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str
                 while piece := await part.read_chunk(_PIECE):
                     content += piece
                     size += len(piece)
-                    hold(charge, size, MAX_BODY)
+                    allow(size, MAX_BODY, charge.grow_to)
                     arrived(size)
                 if part.filename is None:
                     fields[part.name or ""] = content.decode(errors="surrogateescape")

@@ -14,7 +14,7 @@ import clickhouse_cityhash.cityhash as cityhash
 import lz4.block
 from backports import zstd
 
-from collector.encodings import EncodingError, TooLargeError
+from collector.encodings import EncodingError, allow
 
 HANDSHAKE = "SELECT displayName(), version(), revision(), timezone()"
 """First statement of clickhouse-go; it reads all later answers in the revision that the answer states."""
@@ -67,9 +67,7 @@ def unframe(body: bytes, limit: int, hold: Callable[[int], None] = lambda _: Non
         if len(framed) != packed_size or packed_size < _HEADER.size or _checksum(framed) != body[offset:start]:
             raise EncodingError("a compressed frame's checksum does not match")
         total += size
-        if total > limit:
-            raise TooLargeError(f"the body has more than {limit} bytes; send smaller ones")
-        hold(total)
+        allow(total, limit, hold)
         out.append(_unpack(method, framed[_HEADER.size :], size))
         offset = start + packed_size
     return b"".join(out)

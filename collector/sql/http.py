@@ -7,7 +7,6 @@ Invariant: a request whose body does not arrive whole changes nothing; a request
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import Future
 
 from aiohttp import web
 
@@ -86,7 +85,7 @@ class ClickHouseInterface:
                     answer = handshake(self._database.version, self._database.timezone)
                     return web.Response(body=frame(answer) if form.framed else answer, headers=form.headers)
                 run = RunningStatement(sql_request, QUICK_SECONDS)
-                charge.release_after(_end_of(run))
+                charge.release_after(run.done)
             self._runner.start(run)
             try:
                 return await send_answer(request, run, form)
@@ -142,9 +141,3 @@ async def _read(request: web.Request, role: TokenRole, charge: Charge, query_id:
 def _is_handshake(sql_request: QueryRequest) -> bool:
     begin = sql_request.parameters.get("query") or sql_request.body[: 2 * len(HANDSHAKE)].decode(errors="replace")
     return "client_protocol_version" in sql_request.parameters and begin.strip() == HANDSHAKE
-
-
-def _end_of(run: RunningStatement) -> Future[None]:
-    ended: Future[None] = Future()
-    run.done.add_done_callback(lambda _: ended.set_result(None))
-    return ended
