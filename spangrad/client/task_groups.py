@@ -89,5 +89,4 @@ def pinned_prompt(settings: Settings) -> PromptVersion | None:
         return None
     if queue.url is None:
         raise SettingsError("prompts.pin needs queue.url: the queue's server keeps the prompts.")
-    token = queue.token.get_secret_value() if queue.token else None
-    return PromptVersion(name, PromptStore(queue.url, token).get(name).version)
+    return PromptVersion(name, PromptStore(queue.url, queue.token).get(name).version)
