@@ -40,6 +40,7 @@ from benchmarks.page_data import (
 from benchmarks.scratch import exit_code, scratch
 from page.overview import FRESH_SECONDS
 from spangrad.client.queue_http import QueueHttp
+from spangrad.http.queue_messages import new_rollout
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -132,9 +133,7 @@ def _enqueue(queue: str) -> None:
     for first in range(0, QUEUED, _ENQUEUED_AT_ONCE):
         client = QueueHttp(queue, None, f"queued-{first // _ENQUEUED_AT_ONCE % 2}")
         numbers = range(first, first + _ENQUEUED_AT_ONCE)
-        client.enqueue(
-            [{"task_id": "t", "group_id": f"g{number // 8}", "input": 1, "rollout_id": f"queued-{number}"} for number in numbers]
-        )
+        client.enqueue([new_rollout("t", 1, f"g{number // 8}", rollout_id=f"queued-{number}") for number in numbers])
 
 
 def look(url: str, client: Any, workload: PageWorkload, processes: Sequence[int], requests: int, seed: int) -> dict[str, Any]:

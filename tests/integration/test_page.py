@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from page.cursors import encode_cursor
 from spangrad.client.queue_http import QueueHttp
+from spangrad.http.queue_messages import new_rollout
 from spangrad.processes import Child, answers, free_ports, own_command, wait_until
 from spangrad.settings import (
     BuilderSettings,
@@ -418,8 +419,7 @@ def test_page_hostile_spans_are_shown_as_text(tab: Visitor, rollouts: PageRollou
 
 def test_page_every_view_shows_hostile_names_as_text(tab: Visitor, rollouts: PageRollouts, queue: QueueSettings) -> None:
     client = QueueHttp(queue.url or "", None, MARKUP)
-    task = {"task_id": MARKUP, "group_id": MARKUP, "input": 1, "max_attempts": 1}
-    client.enqueue([{**task, "rollout_id": f"{MARKUP}-{number}"} for number in range(2)])
+    client.enqueue([new_rollout(MARKUP, 1, MARKUP, rollout_id=f"{MARKUP}-{number}", max_attempts=1) for number in range(2)])
     (lease,) = client.ask("POST", "/v1/leases", {"run_id": MARKUP, "worker": MARKUP})["leases"]
     failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception", "detail": MARKUP}
     client.ask("POST", "/v1/leases/fail", {"failures": [failure]})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from spangrad.client.queue_http import QueueHttp
+from spangrad.http.queue_messages import new_rollout
 from spangrad.settings import GatewaySettings, PageSettings, Settings, StoreSettings
 from tests.support.built_rollouts import post, rows, settings_of
 from tests.support.pages import queue_beside, running_page
@@ -186,8 +187,7 @@ def test_restore_action_makes_a_skipped_group_trainable(page: ActingPage) -> Non
 
 
 def test_queue_actions_cancel_open_rollouts_and_retry_dead_rollouts(page: ActingPage) -> None:
-    of_task = {"task_id": "t", "group_id": "g", "input": 1, "max_attempts": 1}
-    page.queue.enqueue([{**of_task, "rollout_id": name} for name in ("dies", "waits")])
+    page.queue.enqueue([new_rollout("t", 1, "g", rollout_id=name, max_attempts=1) for name in ("dies", "waits")])
     (lease,) = page.queue.ask("POST", "/v1/leases", {"run_id": RUN, "worker": "w"})["leases"]
     failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception"}
     page.queue.ask("POST", "/v1/leases/fail", {"failures": [failure]})

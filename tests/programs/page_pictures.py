@@ -22,6 +22,7 @@ from PIL import Image
 from playwright.sync_api import Browser
 
 from spangrad.client.queue_http import QueueHttp
+from spangrad.http.queue_messages import new_rollout
 from spangrad.settings import EngineSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.types import call_id
@@ -111,9 +112,7 @@ class TrainingPictures:
         runner = Settings.model_validate({"runner": {"handlers": {"nim": nim}}}).runner
         with queue_beside(directory) as queue:
             client = QueueHttp(queue.url or "", None, RUN)
-            client.enqueue(
-                [{"task_id": city, "group_id": city, "input": city, "rollout_id": f"{city}-next", "max_attempts": 1} for city in CITIES]
-            )
+            client.enqueue([new_rollout(city, city, city, rollout_id=f"{city}-next", max_attempts=1) for city in CITIES])
             (lease,) = client.ask("POST", "/v1/leases", {"run_id": RUN, "worker": "worker-1"})["leases"]
             failure = {"rollout_id": lease["rollout_id"], "attempt": lease["attempt"], "reason": "exception"}
             client.ask("POST", "/v1/leases/fail", {"failures": [failure]})
