@@ -191,7 +191,7 @@ def status(execute: Execute, layout: Layout, directory: Path = SCHEMA) -> list[E
     if execute(_OLDER).strip() != "0":
         raise StoreError(
             "this store was made by an earlier spangrad, with all tables in the database `otel`, and is not converted. Begin a new one: set"
-            " store.directory to an empty directory, or drop the server's database `otel` and run `spangrad schema migrate`."
+            " store.path to an empty directory, or drop the server's database `otel` and run `spangrad schema migrate`."
         )
     known = {migration.number: migration for migration in read_migrations(directory)}
     applied = _applied(execute)
