@@ -63,20 +63,20 @@ def load_settings(flags: Mapping[str, object] | None = None, *, file: Path | Non
 
     Args:
         flags: dotted key -> value, the strongest source; the value of a section is a table, and None is a value as any other.
-        file: a TOML file that must exist; without it SPANGRAD_CONFIG, or spangrad.toml if there is one.
-        env: the environment, os.environ by default.
+        file: a TOML file that must exist; without it SPANGRAD_CONFIG of the environment.
+        env: the environment. None: that of this process, and spangrad.toml of its working directory where no file is named.
 
     Raises:
         SettingsError: a key is unknown, a value malformed, or the file missing or not TOML.
     """
-    return _resolve(flags or {}, file, os.environ if env is None else env)[0]
+    return _resolve(flags or {}, file, env)[0]
 
 
 def explain_settings(
     flags: Mapping[str, object] | None = None, *, file: Path | None = None, env: Mapping[str, str] | None = None
 ) -> list[Origin]:
     """List every leaf of the resolved tree with its source; arguments as for `load_settings`."""
-    settings, sources = _resolve(flags or {}, file, os.environ if env is None else env)
+    settings, sources = _resolve(flags or {}, file, env)
     return [Origin(key, value, sources.get(key, "default")) for key, value in _leaves(settings.model_dump())]
 
 
@@ -87,9 +87,9 @@ def settings_variables(
 
     Arguments as for `load_settings`, which refuses what these variables would not carry.
     """
-    env = os.environ if env is None else env
     values = {key: value for _, layer in _layers(flags or {}, file, env) for key, value in layer.items()}
-    carried = {name: env[name] for name in ENV_NOT_SETTINGS - _OF_THIS_PROCESS if name in env}
+    variables = os.environ if env is None else env
+    carried = {name: variables[name] for name in ENV_NOT_SETTINGS - _OF_THIS_PROCESS if name in variables}
     return {**carried, "SPANGRAD_CONFIG": os.devnull, **{variable_of(key): as_variable(value) for key, value in values.items()}}
 
 
@@ -100,17 +100,18 @@ def as_variable(value: object) -> str:
     return str(value) if isinstance(value, str | Path) else json.dumps(value)
 
 
-def _layers(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> list[tuple[str, dict[str, object]]]:
+def _layers(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str] | None) -> list[tuple[str, dict[str, object]]]:
     """Return the values of each source by dotted key, the weakest source first."""
-    path, from_file = _read_file(file, env)
+    variables, default = (os.environ, DEFAULT_FILE) if env is None else (env, os.devnull)
+    path, from_file = _read_file(file, variables, Path(default))
     return [
         (f"file {path}", _relative_to_file(path, _as_written(_leaves(from_file)))),
-        ("environment", _read_env(env)),
+        ("environment", _read_env(variables)),
         ("flag", dict(leaf for key, value in flags.items() for leaf in _of_key(key, value))),
     ]
 
 
-def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str]) -> tuple[Settings, dict[str, str]]:
+def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, str] | None) -> tuple[Settings, dict[str, str]]:
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, layer in _layers(flags, file, env):
@@ -148,9 +149,9 @@ def _shown(key: str, value: object) -> object:
     return value
 
 
-def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path, dict[str, Any]]:
+def _read_file(file: Path | None, env: Mapping[str, str], default: Path) -> tuple[Path, dict[str, Any]]:
     named = file or (Path(env["SPANGRAD_CONFIG"]) if env.get("SPANGRAD_CONFIG") else None)
-    path = named or Path(DEFAULT_FILE)
+    path = named or default
     try:
         return path, tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -34,6 +34,13 @@ def test_load_settings_with_own_environment_ignores_process_environment(monkeypa
     assert load_settings(env={}).store.url == Settings().store.url == "http://127.0.0.1:8123"
 
 
+def test_load_settings_with_own_environment_ignores_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spangrad.toml").write_text('[engine]\ndtype = "float32"\n')
+    monkeypatch.chdir(tmp_path)
+    assert load_settings().engine.dtype == "float32"
+    assert load_settings(env={}) == Settings()
+
+
 def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text('[trainer]\npolicy = "p"\n')
