@@ -57,7 +57,8 @@ def play(
     factory = factory_named(environment, directory, settings.environments.token)
     episode, token = settings.runner.episode.model_dump(), settings.gateway.token
     if greedy:
-        episode["temperature"] = 0.0
+        for model in (episode, *episode["players"].values()):
+            model["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
     cast = Cast(episode, url, key, Person() if person else None, role, None if json else _print)
     outcome = asyncio.run(play_episode(factory, given, limits_of(episode), cast))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from spangrad.episode.agent import REFERENCE
 from spangrad.episode.environment import StepResult
 from spangrad.episode.episode import EpisodeOutcome, EpisodeStep
 from spangrad.episode.player import EpisodeEnd, ModelReply
+from spangrad.episode.script import ScriptModel
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
 
@@ -83,6 +85,19 @@ def test_play_of_several_players_as_json_is_by_role(monkeypatch: pytest.MonkeyPa
     assert {role: len(messages) for role, messages in played.pop("messages").items()} == {"white": 3, "black": 3}
     rewards = [{"white": None, "black": None}, {"white": 1.0, "black": -1.0}]
     assert played == {"rewards": rewards, "return": {"white": 1.0, "black": -1.0}, "end": "done"}
+
+
+def test_play_greedy_reaches_players_with_a_temperature_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    temperatures: list[object] = []
+
+    def scripted(url: str, key: str, model: str, sampling: Mapping[str, object]) -> ScriptModel:
+        temperatures.append(sampling["temperature"])
+        return ScriptModel(lambda messages: "ciao")
+
+    monkeypatch.setattr("spangrad.episode.agent.EndpointModel", scripted)
+    players = ['runner.episode.players={"black": {"temperature": 1.0}}']
+    play("duel:Duel", task='{"city": "lima"}', greedy=True, directory=AGENTS, set_=players)
+    assert temperatures == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("role", [None, "red"])
