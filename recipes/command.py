@@ -145,7 +145,7 @@ def services_of(recipe: Recipe, directory: Path, settings: Settings, prepared: P
     agent = [*recipe.agent, "--tasks", str(directory / "train.jsonl")]
     engines = [str(backend.url) for backend in settings.gateway.backends]
     gpus, workers = gpus_of(settings), parallel_sizes(settings.engine.extra_args).workers
-    own = {"engine": gpus[:workers], "train": gpus[(1 + len(engines)) * workers :]}
+    own = {"engine": gpus[:workers], "train": gpus[(1 + len(engines)) * workers :] or gpus[:workers]}
     services = list(prepared.services)
     for service in training_services(settings, logs, config, agent):
         env = {"CUDA_VISIBLE_DEVICES": ",".join(own[service.name])} if gpus and service.name in own else {}
@@ -161,9 +161,12 @@ def services_of(recipe: Recipe, directory: Path, settings: Settings, prepared: P
 
 
 def gpus_of(settings: Settings) -> list[str]:
-    """Return the GPUs of this machine that a run takes: those of CUDA_VISIBLE_DEVICES, else the first ones. None, without ranks."""
-    engines = (1 + len(settings.gateway.backends)) * parallel_sizes(settings.engine.extra_args).workers
-    count = engines + settings.trainer.workers.per_node if settings.trainer.workers.per_node else 0
+    """Return the GPUs of this machine that a run takes: those of CUDA_VISIBLE_DEVICES, else the first ones.
+
+    A trainer without ranks shares those of the first engine; with no other engine, nothing is divided: the list is empty.
+    """
+    ranks, further = settings.trainer.workers.per_node, len(settings.gateway.backends)
+    count = (1 + further) * parallel_sizes(settings.engine.extra_args).workers + ranks if ranks or further else 0
     visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu] or [str(gpu) for gpu in range(count)]
     if len(visible) < count:
         raise SettingsError(f"the settings take {count} GPUs, and CUDA_VISIBLE_DEVICES names {len(visible)}: `spangrad plan` finds others.")

@@ -104,7 +104,16 @@ def test_recipe_services_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(SettingsError, match="take 8 GPUs, and CUDA_VISIBLE_DEVICES names 2"):
         gpus_of(settings)
-    assert gpus_of(Settings()) == [], "a trainer without ranks has what the engine has"
+    assert gpus_of(Settings()) == [], "an engine and a trainer without ranks have what there is"
+
+
+def test_recipe_engines_without_ranks_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = arguments_of(MATH, ["--model", str(tmp_path), "--size", "0.5b", "--set", "trainer.workers.per_node=0"])
+    settings = load_settings(settings_of(MATH, arguments, tmp_path), env={})
+    services = services_of(MATH, tmp_path, settings, prepared(MATH, tmp_path))
+    gpus = {service.name: service.env["CUDA_VISIBLE_DEVICES"] for service in services if "CUDA_VISIBLE_DEVICES" in service.env}
+    assert gpus == {"engine": "0", "train": "0", "engine-1": "1", "engine-2": "2", "engine-3": "3"}
 
 
 def test_recipe_without_model_names_remedy(capsys: pytest.CaptureFixture[str]) -> None:
