@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import msgspec
 
 from page.actions.requests import PlayRequest
+from spangrad.errors import AgentError
 from spangrad.settings import Settings
 
 _BEGIN_SECONDS = 30.0
+"""Time in which an episode begins, in seconds."""
 log = logging.getLogger(__name__)
 
 
@@ -214,8 +216,19 @@ class PlaySessions:
         self._loop = asyncio.get_running_loop()
 
     def begin_from_thread(self, request: PlayRequest) -> str:
-        """Begin a session, from a thread other than the loop's; as `begin`."""
-        return asyncio.run_coroutine_threadsafe(self.begin(request), self._loop).result(_BEGIN_SECONDS)
+        """Begin a session, from a thread other than the loop's; as `begin`.
+
+        Raises:
+            AgentError: it has not begun in time, and does not any more.
+        """
+        begun = asyncio.run_coroutine_threadsafe(self.begin(request), self._loop)
+        try:
+            return begun.result(_BEGIN_SECONDS)
+        except TimeoutError:
+            begun.cancel()
+            raise AgentError(
+                f"the episode has not begun within {_BEGIN_SECONDS:g} s, and was ended. End other programs of the page's machine."
+            ) from None
 
     async def begin(self, request: PlayRequest) -> str:
         """Begin a session; return a sentence on it.

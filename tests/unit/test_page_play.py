@@ -76,6 +76,23 @@ async def at_turn(session: PlaySession) -> int:
     raise AssertionError("no turn came")
 
 
+async def test_session_that_does_not_begin_in_time_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("page.play.sessions._BEGIN_SECONDS", 0.05)
+    ended = asyncio.Event()
+
+    async def start(settings: Settings, request: PlayRequest) -> Script:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+        return Script()
+
+    sessions = PlaySessions(SETTINGS, start)
+    with pytest.raises(AgentError, match=r"has not begun within 0\.05 s"):
+        await asyncio.to_thread(sessions.begin_from_thread, request())
+    await asyncio.wait_for(ended.wait(), 10)
+
+
 def test_playable_environments_are_those_of_handlers_without_a_lease() -> None:
     assert playable(SETTINGS) == ["nim"]
 
