@@ -1,7 +1,7 @@
 """The overview: services that answer, rollouts that wait, and the newest steps.
 
 In: the store, addresses of services. Out: plain values for JSON, the same for all who look within `FRESH_SECONDS`. Invariant: who looks
-again and again gets every step once, unless it changes.
+again and again gets every step once, unless it changes; a store that does not answer hides no service.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from page.reading import PageStore
 from page.services import services_of
 from page.training import branches_of, steps_of
+from spangrad.errors import StoreError
 from spangrad.settings import Settings
 from spangrad.store.built_rollouts import arrived_drops_sql, ended_rollouts_sql, newest_revisions_sql, revisions_sql
 from spangrad.store.datasets import built_sql
@@ -49,22 +50,24 @@ class OverviewReader:
         self._value: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return the overview; of two calls at once each reads the store.
-
-        Raises:
-            StoreError: the store does not answer, or refuses.
-        """
+        """Return the overview; where the store does not answer, or refuses, services and `error` alone. Two calls at once both read."""
         if time.monotonic() - self._read_at >= FRESH_SECONDS:
             self._value = self._fresh()
             self._read_at = time.monotonic()
         return self._value
 
     def _fresh(self) -> dict[str, Any]:
+        services = services_of(self._settings)
+        try:
+            return {"services": services, **self._stored()}
+        except StoreError as error:
+            return {"services": services, "error": str(error)}
+
+    def _stored(self) -> dict[str, Any]:
         (rollouts,), (waiting,) = self._store.rows(_ROLLOUTS), self._store.rows(_WAITING)
         known = branches_of(self._store)
         newest = max(known, key=lambda branch: branch["NewestMs"], default=None)
         return {
-            "services": services_of(self._settings),
             "rollouts": {**rollouts, **waiting},
             "drops": self._store.rows(_DROPS),
             "branches": known,
@@ -88,7 +91,7 @@ def overview_without(overview: Mapping[str, Any], sent: Mapping[int, Mapping[str
         overview: the overview.
         sent: steps of the overview that was sent before, by version.
     """
-    steps = overview["steps"]
+    steps = overview.get("steps", [])
     return {
         **overview,
         "versions": [step["Version"] for step in steps],

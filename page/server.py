@@ -116,7 +116,7 @@ class _Page:
     async def guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer a request that may be answered, with the headers of every answer; an error becomes a sentence."""
         try:
-            response = self._access.refusal(request) or await self._answered(request, handler)
+            response = await self._answered(request, handler)
         except web.HTTPSeeOther as redirect:
             redirect.headers.update(HEADERS)
             raise
@@ -126,7 +126,7 @@ class _Page:
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         begin = time.perf_counter()
         try:
-            response = await handler(request)
+            response = self._access.refusal(request) or await handler(request)
         except web.HTTPSeeOther:
             raise
         except web.HTTPException as error:
@@ -177,7 +177,8 @@ class _Page:
         return json_answer(content)
 
     async def _overview_json(self, request: web.Request) -> web.Response:
-        return json_answer(encode(await self._overview()))
+        overview = await self._overview()
+        return json_answer(encode(overview), 503 if "error" in overview else 200)
 
     async def _overview(self) -> dict[str, Any]:
         # One thread reads; who waits for it holds none.
@@ -210,13 +211,9 @@ class _Page:
         sent: dict[int, dict[str, Any]] = {}
         try:
             while not self._stopping.is_set():
-                try:
-                    overview = await self._overview()
-                    content = encode(overview_without(overview, sent))
-                    sent = {step["Version"]: step for step in overview["steps"]}
-                except StoreError as error:
-                    content = encode({"error": str(error)})
-                await response.write(b"data: " + content + b"\n\n")
+                overview = await self._overview()
+                await response.write(b"data: " + encode(overview_without(overview, sent)) + b"\n\n")
+                sent = {step["Version"]: step for step in overview.get("steps", [])}
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), FRESH_SECONDS)
         except ConnectionResetError:

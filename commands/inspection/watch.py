@@ -44,8 +44,10 @@ def watch_readers(settings: Settings, store: PageStore) -> WatchReaders:
     overview = OverviewReader(store, settings)
 
     def state(text: str, only_failed: bool) -> WatchState:
-        rows = page_of(store, RolloutFilter(text=text or None, failed=only_failed or None), RolloutOrder())["rows"]
-        return WatchState(overview.read(), rows)
+        shown = overview.read()
+        if "error" in shown:
+            return WatchState(shown)
+        return WatchState(shown, page_of(store, RolloutFilter(text=text or None, failed=only_failed or None), RolloutOrder())["rows"])
 
     def why(rollout: str) -> Sequence[str]:
         record = store.read(lambda client: read_record(client, settings, rollout))

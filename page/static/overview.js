@@ -15,6 +15,9 @@ const AGAIN = 3000; // milliseconds until another stream of events is asked for
 let drawn = "";
 
 function show(found) {
+  put("services", h("ul", { class: "plain" }, found.services.map((service) =>
+    h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`,
+      service.detail ? h("span", { class: "small" }, ` ${service.detail}`) : null))));
   if (found.error) {
     document.getElementById("problem").textContent = visible(found.error);
     document.getElementById("problem").hidden = false;
@@ -24,9 +27,6 @@ function show(found) {
   for (const step of found.steps) steps.set(step.Version, step);
   const shown = found.versions.map((version) => steps.get(version));
   for (const version of [...steps.keys()]) if (!found.versions.includes(version)) steps.delete(version);
-  put("services", h("ul", { class: "plain" }, found.services.map((service) =>
-    h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`,
-      service.detail ? h("span", { class: "small" }, ` ${service.detail}`) : null))));
   const { rollouts, newest } = found;
   const age = (milliseconds) => (milliseconds > 0 ? `${duration(rollouts.NowMs - milliseconds)} ago` : "–");
   put("rollouts", h("dl", {},

@@ -28,7 +28,7 @@ class WatchState:
     """Result of one reading."""
 
     overview: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]] = ()
     """The newest rollouts that meet the filter, newest first."""
 
 
@@ -177,11 +177,13 @@ class WatchApp(App[None]):
             line.display = bool(problem)
 
     def _show(self, state: WatchState) -> None:
-        self._show_problem("")
+        self._show_problem(cells.visible(state.overview.get("error", "")))
         if not self.query("#list"):
             return  # the app is ending
+        self.query_one("#services", Static).update(Text(cells.service_lines(state.overview)))
+        if "error" in state.overview:
+            return  # what was read before stays
         texts = {
-            "services": cells.service_lines(state.overview),
             "rollouts": cells.rollout_lines(state.overview),
             "drops": cells.drop_lines(state.overview),
             "version": cells.version_lines(state.overview),

@@ -529,6 +529,10 @@ def test_page_foreign_host_name_is_refused(url: str) -> None:
     assert (code, b"'rebound.example'" in content) == (421, True)
 
 
+def test_page_malformed_host_name_is_refused(url: str) -> None:
+    assert get(f"{url}/api/rollouts", {"Host": "[::1"})[0] == 400
+
+
 def test_page_store_refuses_statements_that_write(rollouts: PageRollouts) -> None:
     from page.reading import PageStore
     from spangrad.errors import StoreError

@@ -81,6 +81,15 @@ def test_overview_stream_that_was_refused_is_asked_for_again(visitor: Visitor) -
     visitor.faults.clear()  # the browser reports the status
 
 
+def test_overview_without_a_store_shows_services_and_the_problem(visitor: Visitor) -> None:
+    event = {"error": "no store answers", "services": [{"name": "store", "answers": False, "detail": ""}]}
+    body = f"data: {json.dumps(event)}\n\n"
+    visitor.page.route("**/events/overview", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page = visitor.open("/")
+    expect(page.locator("#services")).to_have_text("○ no answer store")
+    expect(page.locator("#problem")).to_have_text("no store answers")
+
+
 def test_overview_stream_without_a_login_leads_to_it(visitor: Visitor) -> None:
     for path in ("events", "api"):
         visitor.page.route(f"**/{path}/overview", lambda route: route.fulfill(status=401, body="this page asks for its token"))

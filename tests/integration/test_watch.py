@@ -14,7 +14,7 @@ from commands.inspection.watch import watch_readers
 from page.reading import PageStore
 from page.watch.app import WatchApp
 from page.watch.cells import COLUMNS, visible
-from spangrad.settings import Settings, StoreSettings
+from spangrad.settings import GatewaySettings, Settings, StoreSettings
 from tests.support.built_rollouts import post, settings_of
 from tests.support.spans import SpanFactory
 from transition_builder.loop import build_once
@@ -81,6 +81,12 @@ async def test_watch_screen_shows_overview_and_rollouts(settings: Settings) -> N
     assert rows["late"] == [RUN, "rome", "timeout", "0", "1", "0", "0"]
     assert visible(HOSTILE) in "\n".join(lines)
     assert "\x1b" not in "\n".join(lines)
+
+
+async def test_watch_without_a_store_shows_services_and_the_problem() -> None:
+    nowhere = "http://127.0.0.1:9"
+    async with watching(Settings(store=StoreSettings(url=nowhere), gateway=GatewaySettings(url=nowhere))) as (app, pilot):
+        await until(pilot, lambda: "○ store" in screen(app) and "○ gateway" in screen(app) and nowhere in screen(app))
 
 
 async def test_watch_keys_filter_and_open_a_rollout(settings: Settings) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 import page
 from page import services
-from page.overview import overview_without
+from page.overview import OverviewReader, overview_without
+from page.reading import PageStore
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
-from spangrad.settings import BuilderSettings, Settings
+from spangrad.settings import BuilderSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.store.names import INTERNAL
 
 
@@ -32,6 +33,14 @@ def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch
 def test_text_search_text_is_looked_for_as_json_escapes_it() -> None:
     assert _spellings("plain") == ["plain"]
     assert _spellings('say "é"') == ['say "é"', 'say \\"é\\"', 'say \\"\\u00e9\\"']
+
+
+def test_overview_without_a_store_has_services_and_the_error() -> None:
+    settings = Settings(store=StoreSettings(url="http://127.0.0.1:9"), gateway=GatewaySettings(url="http://127.0.0.1:9"))
+    overview = OverviewReader(PageStore(settings.store), settings).read()
+    assert {row["name"]: row["answers"] for row in overview["services"]} == {"store": False, "gateway": False}
+    assert "http://127.0.0.1:9" in overview["error"]
+    assert overview_without(overview, {}) == {**overview, "versions": [], "steps": []}
 
 
 def test_overview_without_sent_steps_has_new_and_changed_steps() -> None:
