@@ -21,6 +21,7 @@ COOKIE = "spangrad_page"
 COOKIE_SECONDS = 30 * 86400
 """Time for which a browser that has shown the token is known, in seconds."""
 ACTION_HEADER = "X-Spangrad-Action"
+NO_ACTIONS = "this page offers no actions. Set page.actions to true."
 _OPEN = ("/healthz", "/login")
 """Paths that reveal nothing of the store, beside the files below /static/."""
 HEADERS = {

@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from page.access import HEADERS
+
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """Characters with which a text becomes a formula where a spreadsheet opens the file."""
 
@@ -39,6 +41,19 @@ def _repaired(value: Any) -> Any:
 def json_answer(content: bytes, status: int = 200) -> web.Response:
     """Return an answer that holds encoded JSON, and that no browser keeps."""
     return web.Response(status=status, body=content, content_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def error_answer(sentence: str, status: int) -> web.Response:
+    """Return an answer that holds a sentence on why there is no other."""
+    return json_answer(encode({"error": sentence}), status)
+
+
+async def begin_events(request: web.Request) -> web.StreamResponse:
+    """Begin an answer of server-sent events."""
+    response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
+    response.content_type = "text/event-stream"
+    await response.prepare(request)
+    return response
 
 
 def csv_line(values: Sequence[object]) -> bytes:

@@ -1,22 +1,18 @@
-"""Pages and files that browsers load: Jinja templates, style sheets, scripts, vendored assets; all from this package.
+"""Pages that browsers load, from Jinja templates, and the directory of their style sheets, scripts and vendored assets.
 
-In: names. Out: texts and contents. Invariant: templates get names of our own alone; nothing of the store is put into markup.
+In: names. Out: texts. Invariant: templates get names of our own alone; nothing of the store is put into markup.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib.resources import files
-from pathlib import PurePosixPath
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from spangrad import __version__
 from spangrad.settings import PageSettings
 
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
+STATIC = Path(__file__).with_name("static")
 PAGES = {
     "/": ("overview", "Overview"),
     "/rollouts": ("rollouts", "Rollouts"),
@@ -34,17 +30,8 @@ PAGES = {
 NAVIGATION = tuple((path, PAGES[path][1]) for path in ("/", "/rollouts", "/queue", "/training", "/compare", "/actions"))
 
 
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    """A file as it is sent."""
-
-    content: bytes
-    content_type: str
-    etag: str
-
-
-class PageFiles:
-    """Templates and files of the page."""
+class PageTemplates:
+    """Templates of the page."""
 
     def __init__(self, settings: PageSettings) -> None:
         """Load the templates."""
@@ -52,7 +39,6 @@ class PageFiles:
             loader=PackageLoader("page"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
         self._trace_url = settings.trace_url or ""
-        self.pages = {path: name for path, (name, _) in PAGES.items()}
 
     def page(self, name: str, *, refused: bool = False, action_token: str = "") -> str:
         """Return a page.
@@ -72,21 +58,3 @@ class PageFiles:
             refused=refused,
             action_token=action_token,
         )
-
-    @staticmethod
-    def static(name: str) -> StaticFile | None:
-        """Return a file below page/static. None: there is none of that name and of a type that browsers need."""
-        return _static(name)
-
-
-@lru_cache(256)
-def _static(name: str) -> StaticFile | None:
-    path = PurePosixPath(name)
-    kind = _TYPES.get(path.suffix)
-    if kind is None or path.is_absolute() or ".." in path.parts:
-        return None
-    file = files("page").joinpath("static", *path.parts)
-    if not file.is_file():
-        return None
-    content = file.read_bytes()
-    return StaticFile(content, kind, f'"{hashlib.sha256(content).hexdigest()[:16]}"')

@@ -19,11 +19,11 @@ from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from page.access import HEADERS, PageAccess, local_target
+from page.access import HEADERS, NO_ACTIONS, PageAccess, local_target
 from page.actions.perform import ActionCommands, ActionRunner
-from page.actions.routes import ActionRoutes
-from page.encoding import encode, json_answer
-from page.files import PageFiles
+from page.actions.requests import read_request
+from page.encoding import begin_events, encode, error_answer, json_answer
+from page.files import PAGES, STATIC, PageTemplates
 from page.overview import FRESH_SECONDS, overview_without
 from page.play.routes import PlayRoutes
 from page.play.sessions import PlaySessions, playable
@@ -85,24 +85,23 @@ class _Page:
     def __init__(self, settings: Settings, views: PageViews, commands: ActionCommands, threads: ThreadPoolExecutor) -> None:
         self._access = PageAccess(settings.page.token)
         self._plays = PlaySessions(settings, commands.start_play) if settings.page.actions else None
-        runner = ActionRunner(settings, views.store, commands, self._plays) if self._plays else None
-        self._actions = ActionRoutes(self._access, runner, self._in_thread)
+        self._actions = ActionRunner(settings, views.store, commands, self._plays) if self._plays else None
         self._play_routes = PlayRoutes(self._access, self._plays, playable(settings), settings.gateway, self._in_thread)
-        self._action_token = self._access.action_token if runner else ""
-        self._files = PageFiles(settings.page)
+        self._action_token = self._access.action_token if self._plays else ""
+        self._templates = PageTemplates(settings.page)
         self._views = views
         self._threads = threads
         self._stopping = asyncio.Event()
         self._overview_turn = asyncio.Lock()
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[web.AbstractRouteDef]:
         """Return all routes: pages, their files, JSON and downloads."""
         views = self._views
         return [
-            *(web.get(path, partial(self._page, name)) for path, name in self._files.pages.items()),
-            web.get("/static/{name:.+}", self._file),
+            *(web.get(path, partial(self._page, name)) for path, (name, _) in PAGES.items()),
+            web.static("/static", STATIC, follow_symlinks=True),  # an installer may link its files
             web.get("/login", self._login_page),
-            *self._actions.routes(),
+            web.post("/api/actions", self._act),
             *self._play_routes.routes(),
             web.post("/login", self._login),
             web.get("/healthz", self._healthy),
@@ -130,42 +129,43 @@ class _Page:
         except web.HTTPSeeOther:
             raise
         except web.HTTPException as error:
-            return _error(error.status, f"{request.method} {request.path} is not answered here. docs/guides/page.md lists what is.")
+            return error_answer(f"{request.method} {request.path} is not answered here. docs/guides/page.md lists what is.", error.status)
         except TooSlowError as error:
-            return _error(408, f"{error}. Send it faster.")
+            return error_answer(f"{error}. Send it faster.", 408)
         except ValueError as error:
-            return _error(400, str(error))
+            return error_answer(str(error), 400)
         except StoreError as error:
-            return _error(error.http_status or 503, str(error))
+            return error_answer(str(error), error.http_status or 503)
         except SpangradError as error:
-            return _error(500, str(error))
+            return error_answer(str(error), 500)
+        if request.path.startswith("/static/"):
+            response.headers["Cache-Control"] = "no-cache"
         response.headers["Server-Timing"] = f"server;dur={(time.perf_counter() - begin) * 1000:.1f}"
         return response
 
     async def _page(self, name: str, request: web.Request) -> web.Response:
-        page = self._files.page(name, action_token=self._action_token)
+        page = self._templates.page(name, action_token=self._action_token)
         return web.Response(text=page, content_type="text/html", headers={"Cache-Control": "no-cache, private"})
 
     async def _login_page(self, request: web.Request) -> web.Response:
-        return web.Response(text=self._files.page("login"), content_type="text/html", headers={"Cache-Control": "no-cache"})
-
-    async def _file(self, request: web.Request) -> web.Response:
-        file = self._files.static(request.match_info["name"])
-        if file is None:
-            raise web.HTTPNotFound
-        headers = {"Cache-Control": "no-cache", "ETag": file.etag}
-        if request.headers.get("If-None-Match") == file.etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=file.content, content_type=file.content_type, headers=headers)
+        return web.Response(text=self._templates.page("login"), content_type="text/html", headers={"Cache-Control": "no-cache"})
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
         form = dict(parse_qsl((await body(request)).decode(errors="replace")))
         if not self._access.accepts(form.get("token", "")):
-            page = self._files.page("login", refused=True)
+            page = self._templates.page("login", refused=True)
             return web.Response(status=403, text=page, content_type="text/html")
         response = web.HTTPSeeOther(local_target(request.query.get("next", "/")))
         self._access.remember(response, secure=request.secure)
         raise response
+
+    async def _act(self, request: web.Request) -> web.Response:
+        """Carry out an action; a request that another site could have sent, or that does not show the page's token, changes nothing."""
+        runner, problem = self._actions, self._access.action_problem(request)
+        if runner is None or problem:
+            return error_answer(NO_ACTIONS if runner is None else problem, 403)
+        action = read_request(await body(request))
+        return json_answer(encode({"done": await self._in_thread(lambda: runner.run(action, request.remote or ""))}))
 
     async def _healthy(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -205,9 +205,7 @@ class _Page:
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Send the overview by server-sent events until the browser leaves or the server stops: after the first, steps that are new."""
-        response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
+        response = await begin_events(request)
         sent: dict[int, dict[str, Any]] = {}
         try:
             while not self._stopping.is_set():
@@ -232,7 +230,3 @@ class _Page:
 
 def _encoded(value: Any) -> bytes | None:
     return None if value is None else encode(value)
-
-
-def _error(status: int, sentence: str) -> web.Response:
-    return web.Response(status=status, body=encode({"error": sentence}), content_type="application/json")

@@ -81,10 +81,20 @@ class RetryRequest(QueueRequest, frozen=True, kw_only=True, tag="retry"):
     """Queue dead rollouts again."""
 
 
-class LabelRequest(ActionRequest, frozen=True, kw_only=True, tag="label"):
-    """Give a rollout or a call a reward."""
+class RolloutRequest(ActionRequest, frozen=True, kw_only=True):
+    """Request about a rollout."""
 
     rollout: Name
+
+    @property
+    def rollouts(self) -> tuple[str, ...]:
+        """Return the rollouts that the action is about."""
+        return (self.rollout,)
+
+
+class LabelRequest(RolloutRequest, frozen=True, kw_only=True, tag="label"):
+    """Give a rollout or a call a reward."""
+
     trace: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
     span: Annotated[str, Meta(pattern=r"^[0-9a-f]{16}$")]
     """Span that the reward is on: a call's, else the root of the rollout's last attempt."""
@@ -93,25 +103,14 @@ class LabelRequest(ActionRequest, frozen=True, kw_only=True, tag="label"):
     value: Annotated[float, Meta(ge=-1e9, le=1e9)]
     comment: Annotated[str, Meta(max_length=2000)] = ""
 
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return (self.rollout,)
 
-
-class CollectRequest(ActionRequest, frozen=True, kw_only=True, tag="collect"):
+class CollectRequest(RolloutRequest, frozen=True, kw_only=True, tag="collect"):
     """Add a rollout's conversations to a file of examples."""
 
-    rollout: Name
     set_name: Annotated[str, Meta(pattern=SET_NAME)]
 
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return (self.rollout,)
 
-
-class PlayRequest(ActionRequest, frozen=True, kw_only=True, tag="play"):
+class PlayRequest(RolloutRequest, frozen=True, kw_only=True, tag="play"):
     """Begin an episode that a person plays or watches."""
 
     rollout: Annotated[str, Meta(pattern=r"^play-[0-9a-f]{32}$")]
@@ -126,11 +125,6 @@ class PlayRequest(ActionRequest, frozen=True, kw_only=True, tag="play"):
     """Role of the person, in environments of several players."""
     policy: Annotated[str, Meta(max_length=200)] = ""
     """Policy of the gateway that plays, in place of the models of runner.episode; scripts stay. Empty: those models."""
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return (self.rollout,)
 
 
 Request = (

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from page.access import HEADERS, PageAccess
-from page.encoding import encode, json_answer
+from page.access import NO_ACTIONS, PageAccess
+from page.encoding import begin_events, encode, error_answer, json_answer
 from page.play.sessions import PlaySessions
 from spangrad.errors import JSON_ERRORS, GatewayError
 from spangrad.http.json_http import ask
@@ -88,7 +88,7 @@ class PlayRoutes:
         """Take a person's reply, or let the person leave."""
         problem = self._access.action_problem(request)
         if self._sessions is None or problem:
-            return json_answer(encode({"error": problem or "this page offers no actions. Set page.actions to true."}), 403)
+            return error_answer(problem or NO_ACTIONS, 403)
         try:
             answer = msgspec.json.decode(await body(request), type=PlayAnswer)
         except JSON_ERRORS as error:
@@ -103,12 +103,10 @@ class PlayRoutes:
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Send the events of a session, from the one after `Last-Event-ID` on, until it ends or the browser leaves."""
         if self._sessions is None:
-            return json_answer(encode({"error": "this page offers no actions. Set page.actions to true."}), 403)
+            return error_answer(NO_ACTIONS, 403)
         session = self._sessions.get(request.query.get("id", ""))
         last = request.headers.get("Last-Event-ID", "")
-        response = web.StreamResponse(headers={**HEADERS, "Cache-Control": "no-store"})
-        response.content_type = "text/event-stream"
-        await response.prepare(request)
+        response = await begin_events(request)
         with session.listened():
             try:
                 async for number, event in session.events(int(last) + 1 if last.isdecimal() else 0):
