@@ -18,15 +18,15 @@ from spangrad.store.datasets import rows_sql
 
 _OF_ROLLOUT = "RolloutId = {rollout:String}"
 _PLACE = "TraceId = {trace:String} AND SpanId = {span:String} AND ChoiceIndex = {choice:UInt16}"
-_COLUMNS = "TraceId, SpanId, ChoiceIndex, CallId, Policy, Model, TokenizerHash, FinishReason, Temperature"
+_COLUMNS = "CallId, Policy, Model, TokenizerHash, FinishReason, Temperature"
 _TOKENS = "PromptIds, ResponseIds, Logprobs, `Versions.Start` AS Starts, `Versions.Version` AS Versions"
 _CALL = f"""
-SELECT {_COLUMNS}, {_TOKENS}, Duration, HttpStatus, ErrorType, Aborted, IdsSource
+SELECT {_COLUMNS}, {_TOKENS}, Duration, ErrorType
 FROM spangrad.calls WHERE RolloutKey IN ({{rollout:String}}, {{trace:String}}) AND {_PLACE}
 LIMIT 1
 """
 _TRANSITION = f"""
-SELECT {_COLUMNS}, {{tokens}} BuildSpec, ParentCallId, Turn, Branch, AgentName, Tools, Reshaping,
+SELECT {_COLUMNS}, {{tokens}} BuildSpec, ParentCallId, Turn, AgentName,
     `Rewards.Name` AS RewardNames, `Rewards.Value` AS RewardValues, `Rewards.Source` AS RewardSources, `Rewards.CallId` AS RewardCalls
 FROM {rows_sql("transitions", where=_OF_ROLLOUT)} AS t WHERE {_PLACE}
 ORDER BY BuildSpec LIMIT 1
@@ -107,12 +107,8 @@ def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: b
     shown = prompt if whole else prompt[repeated:]
     pieces, problem = texts.pieces(call["TokenizerHash"], prompt[len(prompt) - len(shown) :], response)
     return {
-        **{name: call.get(name) for name in ("CallId", "Policy", "Model", "FinishReason", "Temperature", "Duration", "HttpStatus")},
-        **{name: call.get(name) for name in ("ErrorType", "Aborted", "IdsSource", "Turn", "Branch", "AgentName", "Tools", "Reshaping")},
+        **{name: call.get(name) for name in ("Policy", "Model", "AgentName", "Temperature", "FinishReason", "ErrorType", "Duration")},
         "rollout": place.rollout,
-        "trace": place.trace,
-        "span": place.span,
-        "choice": place.choice,
         "textProblem": problem,
         "promptTokens": len(prompt),
         "repeated": repeated,

@@ -6,7 +6,7 @@ In: the store. Out: plain values for JSON. Invariant: a rollout counts by its ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +19,8 @@ STEPS_MOST = 2000
 """Largest number of newest steps of a branch that curves show."""
 SKIPPED_ROWS = 200
 """Number of skipped groups of a page of their table."""
+SKIPPED_CURSOR = (int, int, str, str, str, str)
+"""Types of the values of a skipped group's cursor."""
 STEP_CURSOR = ((int, float), int)
 """Types of the values of a step's cursor."""
 STEP_ROWS = 200
@@ -174,15 +176,6 @@ class SkippedQuery:
     """Version before which they were skipped. None: any."""
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedPage:
-    """Skipped groups of a branch, the newest first."""
-
-    rows: Sequence[SkippedRow] = ()
-    reasons: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Number of all that the question selects, by reason; empty after the first page."""
-
-
 def branches_of(store: PageStore) -> list[dict[str, Any]]:
     """Return policies and branches with their newest versions."""
     return store.rows(_BRANCHES)
@@ -253,27 +246,10 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
     }
 
 
-def skipped_query(policy: str, branch: str, after: str, since: int | None, until: int | None) -> SkippedQuery:
-    """Return what a page of a branch's skipped groups asks of the ledger.
-
-    Args:
-        policy: policy of the branch.
-        branch: name of the branch.
-        after: cursor of the page before; empty: the list begins.
-        since: version that was the newest of the policy when the first of them was skipped. None: any.
-        until: version before which they were skipped. None: any.
-
-    Raises:
-        ValueError: the cursor is none of this list.
-    """
-    place = decode_cursor(after, int, int, str, str, str, str) if after else ()
-    return SkippedQuery(policy, branch, SKIPPED_ROWS + 1, place, since, until)
-
-
-def skipped_view(skipped: SkippedPage) -> dict[str, Any]:
+def skipped_view(rows: Sequence[SkippedRow], reasons: Mapping[str, int]) -> dict[str, Any]:
     """Return a page of a branch's skipped groups, the cursor of what follows, and on the first page the number of all by reason."""
-    shown, cursor = cut_page(skipped.rows, SKIPPED_ROWS, lambda row: row.place)
-    return {"rows": [asdict(row) for row in shown], "after": cursor, "reasons": dict(skipped.reasons)}
+    shown, cursor = cut_page(rows, SKIPPED_ROWS, lambda row: row.place)
+    return {"rows": [asdict(row) for row in shown], "after": cursor, "reasons": dict(reasons)}
 
 
 def advantages_of(store: PageStore, rollouts: Sequence[str]) -> list[dict[str, Any]]:

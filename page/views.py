@@ -6,7 +6,7 @@ can be shared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,13 +27,14 @@ from page.rollouts.listing import choices_of, export, numbers_of, search
 from page.rollouts.view import rollout_view, span_view
 from page.token_texts import TokenTexts
 from page.training import (
+    SKIPPED_CURSOR,
+    SKIPPED_ROWS,
     STEP_CURSOR,
-    SkippedPage,
     SkippedQuery,
+    SkippedRow,
     StepOrder,
     advantages_of,
     comparison,
-    skipped_query,
     skipped_view,
     step_rows,
     steps_export,
@@ -67,8 +68,8 @@ class PageReaders:
         StoreError: the store holds no span of it.
     """
     messages: ReadMessages
-    skipped: Callable[[Settings, SkippedQuery], SkippedPage]
-    """Function from settings and a question to groups that a branch skipped.
+    skipped: Callable[[Settings, SkippedQuery], tuple[Sequence[SkippedRow], Mapping[str, int]]]
+    """Function from settings and a question to groups that a branch skipped, and on the first page the number of all by reason.
 
     Raises:
         LedgerError: there is no ledger, or it does not answer.
@@ -193,11 +194,12 @@ class PageViews:
     def _skipped(self, query: Query) -> dict[str, Any]:
         policy, branch = _required(query, "policy"), _required(query, "branch")
         since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
-        page_query = skipped_query(policy, branch, query.get("after", ""), since, until)
+        after = decode_cursor(query["after"], *SKIPPED_CURSOR) if query.get("after") else ()
         try:
-            return skipped_view(self._readers.skipped(self._settings, page_query))
+            page_query = SkippedQuery(policy, branch, SKIPPED_ROWS + 1, after, since, until)
+            return skipped_view(*self._readers.skipped(self._settings, page_query))
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
-            return {**skipped_view(SkippedPage()), "problem": str(error)}
+            return {**skipped_view((), {}), "problem": str(error)}
 
     def _compare(self, query: Query) -> dict[str, Any]:
         return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))

@@ -6,29 +6,12 @@ from collections.abc import Collection
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from spangrad.errors import LedgerError, SettingsError
+from spangrad.errors import SettingsError
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
-    from trainer.ledger.ledger import Ledger
     from trainer.ledger.skipped_groups import SkippedGroup
     from trainer.ledger.skips import SkipReason
-
-
-def skipping_ledger(settings: Settings) -> Ledger:
-    """Open the ledger of the trainer's branch.
-
-    Raises:
-        LedgerError: there is no ledger, because nothing was trained yet.
-    """
-    from trainer.ledger.recovery import existing_ledger
-
-    ledger = existing_ledger(settings)
-    if ledger is None:
-        raise LedgerError(
-            f"there is no ledger in {settings.trainer.directory}. Set trainer.directory or trainer.ledger_url to the trainer's."
-        )
-    return ledger
 
 
 def restore(groups: Collection[str], settings: Settings, reason: SkipReason | None = None) -> list[SkippedGroup]:
@@ -38,7 +21,9 @@ def restore(groups: Collection[str], settings: Settings, reason: SkipReason | No
         LedgerError: there is no ledger.
         SettingsError: the branch has not skipped one of them; none is restored then.
     """
-    with closing(skipping_ledger(settings)) as ledger:
+    from trainer.ledger.recovery import require_ledger
+
+    with closing(require_ledger(settings)) as ledger:
         unknown = set(groups) - {row.group.group_id for row in ledger.skips.read(reason)}
         if unknown:
             names, branch_name = ", ".join(sorted(unknown)), f"{settings.trainer.policy}/{settings.trainer.branch}"

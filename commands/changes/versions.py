@@ -45,15 +45,9 @@ def ledger_overview(settings: Settings) -> Overview:
         LedgerError: there is no ledger.
     """
     from trainer.ledger.policies import overview
-    from trainer.ledger.recovery import existing_ledger
+    from trainer.ledger.recovery import require_ledger
 
-    ledger = existing_ledger(settings)
-    if ledger is None:
-        raise LedgerError(
-            f"{settings.trainer.directory} holds no ledger: nothing was trained there. Set trainer.directory or trainer.ledger_url, or "
-            "start with `spangrad train`."
-        )
-    with closing(ledger):
+    with closing(require_ledger(settings)) as ledger:
         return overview(ledger.database)
 
 
@@ -65,15 +59,14 @@ def opened_version(key: VersionKey, settings: Settings) -> Generator[tuple[Overv
         LedgerError: there is no such version.
     """
     from trainer.ledger.policies import origin
-    from trainer.ledger.recovery import open_ledger
+    from trainer.ledger.recovery import of_branch, open_ledger
 
     overview = ledger_overview(settings)
     version = origin((candidate for candidate in overview.versions if key.branch in {None, candidate.branch}), key.policy, key.number)
     if version is None:
         where = "" if key.branch is None else f" on branch {key.branch}"
         raise LedgerError(f"the ledger knows no version {key}{where}. `spangrad policy list` shows those it knows.")
-    of_branch = settings.trainer.model_copy(update={"policy": key.policy, "branch": version.branch})
-    with closing(open_ledger(settings.model_copy(update={"trainer": of_branch}))) as ledger:
+    with closing(open_ledger(of_branch(settings, key.policy, version.branch))) as ledger:
         yield overview, version, ledger
 
 

@@ -35,9 +35,11 @@ def _publish(settings: Settings, request: PublishRequest) -> str:
 
 
 def _roll_back(settings: Settings, request: RollbackRequest) -> str:
+    from trainer.ledger.recovery import of_branch
+
     sentences = list[str]()
     try:
-        for sentence in versions.roll_back(_key(request), _of_branch(settings, request.policy, request.branch)):
+        for sentence in versions.roll_back(_key(request), of_branch(settings, request.policy, request.branch)):
             sentences.append(sentence)
     except SpangradError as error:
         if sentences:  # the branch is at the version already: who reads the error must know
@@ -54,7 +56,9 @@ def _pin(settings: Settings, request: PinRequest | UnpinRequest) -> str:
 
 
 def _restore(settings: Settings, request: RestoreRequest) -> str:
-    restored = skips.restore(request.groups, _of_branch(settings, request.policy, request.branch))
+    from trainer.ledger.recovery import of_branch
+
+    restored = skips.restore(request.groups, of_branch(settings, request.policy, request.branch))
     return " ".join(skips.restored_text(row) for row in restored)
 
 
@@ -64,7 +68,3 @@ def _collect(settings: Settings, request: CollectRequest) -> str:
 
 def _key(request: VersionRequest) -> VersionKey:
     return VersionKey(request.policy, request.version, request.branch)
-
-
-def _of_branch(settings: Settings, policy: str, branch: str) -> Settings:
-    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"policy": policy, "branch": branch})})

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
     from page.rollouts.conversation import CallMessages
-    from page.training import SkippedPage, SkippedQuery
+    from page.training import SkippedQuery, SkippedRow
     from spangrad.store.rollout.reader import SkipLookup
     from spangrad.store.rollout.record import Record
     from trainer.ledger.ledger import Ledger
@@ -68,23 +68,18 @@ def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) 
     return [of(result) for result in read_dialogues(client, url, calls)]
 
 
-def read_skipped(settings: Settings, query: SkippedQuery) -> SkippedPage:
-    """Return a page of the groups that a branch skipped, the newest first.
+def read_skipped(settings: Settings, query: SkippedQuery) -> tuple[list[SkippedRow], dict[str, int]]:
+    """Return a page of the groups that a branch skipped, the newest first; and with the first page the number of all by reason.
 
     Raises:
         LedgerError: there is no ledger, or it does not answer.
     """
-    from page.training import SkippedPage, SkippedRow
-    from trainer.ledger.recovery import existing_ledger
+    from page.training import SkippedRow
+    from trainer.ledger.recovery import of_branch, require_ledger
     from trainer.ledger.skips import REMEDIES
 
-    of_branch = settings.trainer.model_copy(update={"policy": query.policy, "branch": query.branch})
-    ledger = existing_ledger(settings.model_copy(update={"trainer": of_branch}))
-    if ledger is None:
-        raise LedgerError(f"{of_branch.directory} holds no ledger. Set trainer.directory or trainer.ledger_url to the trainer's.")
-    with closing(ledger):
+    with closing(require_ledger(of_branch(settings, query.policy, query.branch))) as ledger:
         skipped = ledger.skips.newest(limit=query.limit, after=query.after, since=query.since, until=query.until)
-        # Of later pages the rows alone: the numbers are those of all pages.
         reasons = {} if query.after else ledger.skips.counts(query.since, query.until)
     rows = [
         SkippedRow(
@@ -95,7 +90,7 @@ def read_skipped(settings: Settings, query: SkippedQuery) -> SkippedPage:
         )
         for row in skipped
     ]
-    return SkippedPage(rows, {reason.value: count for reason, count in reasons.items()})
+    return rows, {reason.value: count for reason, count in reasons.items()}
 
 
 def _ledger(settings: Settings) -> tuple[Ledger | None, str]:

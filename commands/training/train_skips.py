@@ -28,8 +28,10 @@ def skipped(*, reason: Reason = None, json: bool = False, config: ConfigFile = N
         reason: list only groups that were skipped for this reason.
         json: print the groups as JSON, with the policy version and the settings that each reason depends on.
     """
+    from trainer.ledger.recovery import require_ledger
+
     settings = resolve(config, set_)
-    with closing(skips.skipping_ledger(settings)) as ledger:
+    with closing(require_ledger(settings)) as ledger:
         rows = ledger.skips.read(_reason(reason))
     if json:
         from json import dumps

@@ -7,13 +7,13 @@ span, by the clock of each span's host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from page.reading import PageStore
 from spangrad import semconv
 from spangrad.settings import Settings
-from spangrad.store.rollout.record import Build, Conclusion, Record, Span
+from spangrad.store.rollout.record import Build, Call, Conclusion, Record, Span, titled
 from spangrad.store.rollout.tree import children
 from spangrad.store.rollout.why import explain
 from spangrad.types import remedy
@@ -42,15 +42,12 @@ def rollout_view(record: Record, settings: Settings) -> dict[str, Any]:
         "modes": sorted({span.mode for span in spans.values()} - {""}),
         "task": last.get(semconv.TASK_ID, ""),
         "group": last.get(semconv.GROUP_ID, ""),
-        "attempts": [_attempt(root) for root in roots],
+        "failure": last.get(semconv.ROLLOUT_FAILURE, ""),
         "sentences": [line for line in explain(record, settings) if line and not line.startswith("- ")],
-        "rewards": [
-            _reward(reward.title, reward.value, reward.source, reward.trace, reward.span) for reward in dict.fromkeys(record.rewards)
-        ],
+        "rewards": [_reward(reward.title, reward.value, reward.source) for reward in dict.fromkeys(record.rewards)],
         "builds": [_build(build) for build in record.builds],
         "trained": [
-            {"policy": batch.policy, "branch": batch.branch, "version": batch.version, "batch": batch.batch, "status": batch.status}
-            for batch in record.trained
+            {"policy": batch.policy, "branch": batch.branch, "version": batch.version, "status": batch.status} for batch in record.trained
         ],
         "spans": list(_spans(record, spans)),
     }
@@ -70,15 +67,13 @@ def _spans(record: Record, spans: Mapping[tuple[str, str], Span]) -> Iterator[di
     """Yield the spans in the order of the tree."""
     below = children(spans)
     first = min((span.started for span in spans.values()), default=0)
-    choices, conclusions, rewards = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
-    for call in dict.fromkeys((call.trace, call.span, call.choice) for call in record.calls):
-        choices[call[:2]].append(call)
-    calls = {(call.trace, call.span, call.choice): call for call in record.calls}
-    for build in record.builds:
-        for conclusion in build.conclusions:
-            conclusions[conclusion.trace, conclusion.span].append((build, conclusion))
+    calls, conclusions, rewards = defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list), defaultdict[Any, list[Any]](list)
+    for call in {(call.trace, call.span, call.choice): call for call in record.calls}.values():
+        calls[call.trace, call.span].append(_call(call))
+    for conclusion in (conclusion for build in record.builds for conclusion in build.conclusions):
+        conclusions[conclusion.trace, conclusion.span].append(_conclusion(conclusion))
     for reward in dict.fromkeys(record.rewards):
-        rewards[reward.trace, reward.span].append({"title": reward.title, "value": reward.value, "source": reward.source})
+        rewards[reward.trace, reward.span].append(_reward(reward.title, reward.value, reward.source))
     waiting = [(span, 0) for span in reversed(below[None])]
     while waiting:
         span, depth = waiting.pop()
@@ -91,7 +86,6 @@ def _spans(record: Record, spans: Mapping[tuple[str, str], Span]) -> Iterator[di
             "kind": "attempt" if span.is_root else span.kind,
             "agent": span.agent,
             "tool": span.tool,
-            "service": span.service,
             "attempt": span.attempt,
             "start": (span.started - first) / 1e6,
             "startedNs": str(span.started),
@@ -99,67 +93,42 @@ def _spans(record: Record, spans: Mapping[tuple[str, str], Span]) -> Iterator[di
             "status": span.status,
             "message": span.message,
             "failure": span.attributes.get(semconv.ROLLOUT_FAILURE, ""),
-            "calls": [_call(calls[key]) for key in choices[span.key]],
+            "calls": calls[span.key],
             "rewards": rewards[span.key],
-            "conclusions": [_conclusion(build, conclusion) for build, conclusion in conclusions[span.key]],
+            "conclusions": conclusions[span.key],
         }
 
 
-def _attempt(root: Span) -> dict[str, Any]:
-    return {
-        "attempt": root.attempt,
-        "final": root.is_final,
-        "failure": root.attributes.get(semconv.ROLLOUT_FAILURE, ""),
-        "message": root.message,
-        "duration": root.duration / 1e6,
-    }
-
-
-def _call(call: Any) -> dict[str, Any]:
+def _call(call: Call) -> dict[str, Any]:
     return {
         "choice": call.choice,
-        "policy": call.policy,
         "versions": list(call.versions),
         "promptTokens": call.prompt_tokens,
         "responseTokens": call.response_tokens,
-        "finish": call.finish_reason,
         "error": call.error,
         "httpStatus": call.http_status,
         "aborted": call.aborted,
     }
 
 
-def _reward(title: str, value: object, source: str, trace: str, span: str) -> dict[str, Any]:
-    return {"title": title, "value": value, "source": source, "trace": trace, "span": span}
+def _reward(title: str, value: object, source: str) -> dict[str, Any]:
+    return {"title": title, "value": value, "source": source}
 
 
 def _build(build: Build) -> dict[str, Any]:
     return {
         "title": build.title,
-        "spec": build.spec,
-        "run": build.run,
-        "revision": build.revision,
-        "group": build.group,
         "transitions": build.transitions,
         "drops": [{"reason": reason, "detail": detail, "count": count} for (reason, detail), count in build.drops.items()],
-        "unnamed": [_conclusion(build, conclusion) for conclusion in build.conclusions if not conclusion.span],
     }
 
 
-def _conclusion(build: Build, conclusion: Conclusion) -> dict[str, Any]:
+def _conclusion(conclusion: Conclusion) -> dict[str, Any]:
     return {
-        "build": build.title,
         "choice": conclusion.choice,
         "turn": conclusion.turn,
-        "agent": conclusion.agent,
-        "policy": conclusion.policy,
-        "version": conclusion.version,
         "reason": conclusion.reason,
         "detail": conclusion.detail,
         "remedy": remedy(conclusion.reason) or "" if conclusion.reason else "",
-        "rewards": _earned(conclusion.rewards),
+        "rewards": [_reward(titled(name, role), value, source) for name, value, source, role in conclusion.rewards],
     }
-
-
-def _earned(rewards: Sequence[tuple[str, float, str, str]]) -> list[dict[str, Any]]:
-    return [{"title": f"{name} of {role}" if role else name, "value": value, "source": source} for name, value, source, role in rewards]

@@ -33,7 +33,7 @@ await Promise.all(columns.map(async ({ id, conversation }) => {
     const rollout = await ask(address("/api/rollout", { id }));
     const versions = [...new Set(rollout.spans.flatMap((span) => span.calls.flatMap((call) => call.versions)))].join(", ");
     const rewards = rollout.rewards.map((reward) => `${reward.title} = ${reward.value}`).join(", ");
-    const failure = rollout.attempts.at(-1)?.failure;
+    const failure = rollout.failure;
     conversation.before(h("p", { class: "small" }, [failure ? `failed: ${failure}` : "", rewards, versions ? `versions ${versions}` : ""].filter(Boolean).join(" · ")));
     await new Conversation(conversation, rollout).begin();
   } catch (error) {

@@ -17,7 +17,7 @@ POLICY = "scripts"
 PLOTS = "async () => (await import('/static/vendor/uPlot-1.6.32.esm.js')).default.sync('steps').plots.length"
 """Function that returns the number of plots that uPlot holds."""
 CALL = {
-    "rollout": "r", "trace": "t", "span": "s", "choice": 0, "promptTokens": 6, "repeated": 4, "prompt": {"ids": [15, 16], "pieces": None},
+    "rollout": "r", "promptTokens": 6, "repeated": 4, "prompt": {"ids": [15, 16], "pieces": None},
     "response": {"ids": [17], "pieces": None, "logprobs": [-1.0]}, "versions": [[0, 3]], "conclusion": {"kind": "unbuilt"}, "rewards": [],
     "trained": [], "textProblem": "", "Policy": POLICY, "Temperature": 1.0,
 }  # fmt: skip

@@ -408,7 +408,7 @@ def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path,
 
 def test_train_restore_with_invalid_arguments_raises(tmp_path: Path, base: Path):
     own = overrides(tmp_path)
-    with pytest.raises(LedgerError, match="there is no ledger in"):
+    with pytest.raises(LedgerError, match="holds no ledger: nothing was trained there"):
         skipped(set_=own)
     wired(settings(base, tmp_path), FakeSource([])).ledger.close()
     with pytest.raises(SettingsError, match="nothing says which groups to bring back"):

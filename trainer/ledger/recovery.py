@@ -87,6 +87,26 @@ def existing_ledger(settings: Settings) -> Ledger | None:
     return open_ledger(settings) if trainer.ledger_url or (trainer.directory / LEDGER_FILE).exists() else None
 
 
+def require_ledger(settings: Settings) -> Ledger:
+    """Open the ledger, as `existing_ledger`.
+
+    Raises:
+        LedgerError: there is none.
+    """
+    ledger = existing_ledger(settings)
+    if ledger is None:
+        raise LedgerError(
+            f"{settings.trainer.directory} holds no ledger: nothing was trained there. Set trainer.directory or trainer.ledger_url to the "
+            "trainer's, or start with `spangrad train`."
+        )
+    return ledger
+
+
+def of_branch(settings: Settings, policy: str, branch: str) -> Settings:
+    """Return the settings of another branch's trainer."""
+    return settings.model_copy(update={"trainer": settings.trainer.model_copy(update={"policy": policy, "branch": branch})})
+
+
 @contextmanager
 def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersion]:
     """Yield the head from which a trainer of the branch goes on, after trainer.checkpoint.after_crash; it counts as running in the block.
