@@ -17,7 +17,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.output_files import make_directory_of
-from commands.training.agents import ProgramArguments, agent_spec, command_of
+from commands.training.agents import AgentOptions, ProgramArguments, agent_spec, handler_of
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import PromptError
@@ -114,12 +114,7 @@ def _optimise(
     *arguments: ProgramArguments,
     tasks: Path,
     held_out: Path | None = None,
-    agent: str | None = None,
-    image: str | None = None,
-    evaluator: str | None = None,
-    environment: str | None = None,
-    directory: Path = Path(),
-    instrument: bool = False,
+    options: AgentOptions | None = None,
     out: Path | None = None,
     publish: bool = True,
     rounds: int | None = None,
@@ -137,12 +132,6 @@ def _optimise(
         arguments: arguments of the program.
         tasks: file of tasks in JSON lines, each {"task_id": ..., "input": ...}.
         held_out: file of tasks, in the same format, on which candidates are measured. Default: a share of --tasks (prompts.held_out).
-        agent: Python callable of the agent, as MODULE:FUNCTION, instead of a command.
-        image: container image of the agent, as in `spangrad run`.
-        evaluator: MODULE:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward service.
-        environment: MODULE:FUNCTION that makes the agent's environment, or URL of a service that leases environments.
-        directory: directory of the agent's modules, or of its program's files.
-        instrument: start the command under opentelemetry-instrument.
         out: directory for result.json and curve.png; default: data/prompts/NAME-SEARCH.
         publish: publish the best version if it is significantly better than the first (prompts.max_p).
         rounds: number of rounds of critique and editing; default: prompts.rounds.
@@ -154,8 +143,7 @@ def _optimise(
     log_to_stderr()
     if settings.queue.url is None:
         raise PromptError("set queue.url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
-    command = command_of(program, arguments)
-    spec = agent_spec(command, agent, evaluator, directory, settings.runner, instrument=instrument, image=image, environment=environment)
+    spec = agent_spec(handler_of(program, arguments, options), settings.runner)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
     if out is not None:
         make_directory_of(out / "result.json", "--out:")

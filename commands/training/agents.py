@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from spangrad.callables import is_file, split
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
+from spangrad.settings.runner import HandlerSettings
 
 if TYPE_CHECKING:
     from runner.workers.agents import AgentsBySource, AgentSpec
@@ -27,36 +28,62 @@ def command_of(program: str | None, arguments: Sequence[str]) -> tuple[str, ...]
     return () if program is None else (program, *arguments)
 
 
-def agent_spec(
-    command: tuple[str, ...],
-    agent: str | None,
-    evaluator: str | None,
-    directory: Path,
-    runner: RunnerSettings,
-    *,
-    instrument: bool,
-    image: str | None = None,
-    environment: str | None = None,
-) -> AgentSpec:
-    """Return the agent that the arguments name: a callable, a container image (which gets the command as arguments), or a command.
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AgentOptions:
+    """Options of commands that run an agent: the agent, where no program is it, and what belongs to it."""
+
+    agent: Annotated[
+        str | None, Parameter(help="Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.")
+    ] = None
+    evaluator: Annotated[
+        str | None,
+        Parameter(
+            help="MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward "
+            "service."
+        ),
+    ] = None
+    environment: Annotated[
+        str | None,
+        Parameter(
+            help="MODULE:CLASS with reset(task) and step(action), gymnasium:ID, or URL of a server of such environments, joined by commas "
+            "where there are several: they need no agent, since the policy's replies are the actions. For an agent: MODULE:FUNCTION that "
+            "is called with the input and returns its environment, or URL of a service that leases environments."
+        ),
+    ] = None
+    directory: Annotated[Path, Parameter(help="directory of the agent's modules, or of its program's files.")] = Path()
+    instrument: Annotated[bool, Parameter(help="start the command under opentelemetry-instrument.")] = False
+    image: Annotated[
+        str | None,
+        Parameter(help="container image of the agent, instead of a command; the words after `--` are then its arguments."),
+    ] = None
+
+
+def handler_of(program: str | None, arguments: Sequence[str], options: AgentOptions | None) -> HandlerSettings:
+    """Return the agent of a command line as the settings of a handler."""
+    return HandlerSettings(command=list(command_of(program, arguments)), **asdict(options or AgentOptions()))
+
+
+def agent_spec(handler: HandlerSettings, runner: RunnerSettings) -> AgentSpec:
+    """Return the agent that a handler's settings name: a callable, a container image (which gets the command as arguments), or a command.
 
     An environment without any of them is played by the agent without code. A command of one word that ends in `.py`, or in `.py:FUNCTION`,
     names a file with a callable.
 
     Raises:
-        AgentError: the arguments name no agent, or several; or a file or the directory does not exist.
+        AgentError: they name no agent, or several; or a file or the directory does not exist.
     """
     from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent, is_service
     from spangrad.episode.adapters.references import by_openenv, names_environment
     from spangrad.episode.agent import REFERENCE
 
+    command, agent, image, environment, directory = handler.command, handler.agent, handler.image, handler.environment, handler.directory
     if not directory.is_dir():
         raise AgentError(f"{directory} is no directory. Name the one of the agent's modules, or of its program's files.")
     if command and not command[0]:
         raise AgentError("the agent's program is an empty word. Name a program, and give its arguments after it.")
-    evaluator = None if evaluator is None else located(evaluator, directory)
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
-        agent, command = command[0], ()
+        agent, command = command[0], []
     elif image is None and len(command) > 1 and _names_function(command[0], directory):
         raise AgentError(
             f"{command[0]} is followed by {command[1]!r}, and a file whose function is called gets no arguments. Fix the option's name; or "
@@ -69,51 +96,31 @@ def agent_spec(
         agent = agent or (None if image or command else REFERENCE)
     if sum(map(bool, (agent, image, command and not image))) != 1:
         raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment.")
+    functions = {name: word and located(word, directory) for name in ("evaluator", "on_failure") if (word := getattr(handler, name))}
+    common: dict[str, Any] = {**functions, "environment": environment, "directory": directory}
     if agent:
-        return CallableAgent(located(agent, directory), evaluator=evaluator, environment=environment, directory=directory)
+        return CallableAgent(located(agent, directory), **common)
     if not image:
-        return CommandAgent(command, evaluator=evaluator, environment=environment, directory=directory, instrument=instrument)
-    return ContainerAgent(image, command, evaluator=evaluator, environment=environment, directory=directory, container=runner.container)
+        return CommandAgent(tuple(command), instrument=handler.instrument, **common)
+    return ContainerAgent(image, tuple(command), container=runner.container, **common)
 
 
-def agents_of(
-    settings: RunnerSettings,
-    command: tuple[str, ...],
-    agent: str | None,
-    evaluator: str | None,
-    directory: Path,
-    *,
-    instrument: bool,
-    image: str | None = None,
-    environment: str | None = None,
-) -> AgentSpec | AgentsBySource:
-    """Return the agent that the arguments name; if they name none, the agents of `runner.handlers` by data source.
+def agents_of(runner: RunnerSettings, handler: HandlerSettings) -> AgentSpec | AgentsBySource:
+    """Return the agent that a command line names; if it names none, the agents of `runner.handlers` by data source.
 
     Raises:
         AgentError: as `agent_spec`.
     """
-    if settings.handlers and not (command or agent or image or environment):
-        if evaluator is not None or instrument:
+    if runner.handlers and not (handler.command or handler.agent or handler.image or handler.environment):
+        if handler.evaluator is not None or handler.instrument:
             raise AgentError("--evaluator and --instrument belong to an agent: name one, or set them in runner.handlers.")
-        return {source: _of_handler(settings, source) for source in settings.handlers}
-    return agent_spec(command, agent, evaluator, directory, settings, instrument=instrument, image=image, environment=environment)
+        return {source: _of_source(runner, source) for source in runner.handlers}
+    return agent_spec(handler, runner)
 
 
-def _of_handler(settings: RunnerSettings, source: str) -> AgentSpec:
-    """Return the agent of a handler."""
-    handler = settings.handlers[source]
+def _of_source(runner: RunnerSettings, source: str) -> AgentSpec:
     try:
-        spec = agent_spec(
-            tuple(handler.command),
-            handler.agent,
-            handler.evaluator,
-            handler.directory,
-            settings.of_handler(source),
-            instrument=handler.instrument,
-            image=handler.image,
-            environment=handler.environment,
-        )
-        return replace(spec, on_failure=handler.on_failure and located(handler.on_failure, handler.directory))
+        return agent_spec(runner.handlers[source], runner.of_handler(source))
     except AgentError as error:
         raise AgentError(f"runner.handlers.{source}: {error}") from error
 

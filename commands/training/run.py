@@ -7,11 +7,10 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import ProgramArguments, agents_of, command_of, on_signals
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
@@ -34,12 +33,7 @@ def run(
     /,
     *arguments: ProgramArguments,
     tasks: str | None = None,
-    agent: str | None = None,
-    evaluator: str | None = None,
-    environment: str | None = None,
-    directory: Path = Path(),
-    instrument: bool = False,
-    image: str | None = None,
+    options: AgentOptions | None = None,
     mode: Mode = Mode.TRAIN,
     group_size: int | None = None,
     run_id: str | None = None,
@@ -60,15 +54,6 @@ def run(
         tasks: FILE.jsonl of lines {"task_id": ..., "input": ...}, FILE.parquet, DIRECTORY[:SPLIT] written by Dataset.save_to_disk,
             hf:OWNER/NAME[:[CONFIG:]SPLIT] on Hugging Face's hub, or queue:NAME for tasks that a client has uploaded. Required without
             --resume.
-        agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
-            service.
-        environment: MODULE:CLASS with reset(task) and step(action), gymnasium:ID, or URL of a server of such environments, joined by
-            commas where there are several: they need no agent, since the policy's replies are the actions. For an agent: MODULE:FUNCTION
-            that is called with the input and returns its environment, or URL of a service that leases environments.
-        directory: directory of the agent's modules, or of its program's files.
-        instrument: start the command under opentelemetry-instrument.
-        image: container image of the agent, instead of a command; the words after `--` are then its arguments.
         mode: purpose of the rollouts; only rollouts of the modes in trainer.modes are trained.
         group_size: number of rollouts per task; default: runner.group_size.
         run_id: id of the run that the rollouts belong to; default: runner.run_id.
@@ -86,8 +71,7 @@ def run(
         )
     if follow_demand and (tasks is None or settings.queue.url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue to which trainers report their demand.")
-    command = command_of(program, arguments)
-    agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
+    agents = agents_of(settings.runner, handler_of(program, arguments, options))
     # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
     stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None
     read = None if tasks is None or stored else read_tasks(tasks)

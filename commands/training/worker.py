@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import ProgramArguments, agents_of, command_of, on_signals
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 from spangrad.processes import raise_files_limit
@@ -25,12 +24,7 @@ def worker(
     program: str | None = None,
     /,
     *arguments: ProgramArguments,
-    agent: str | None = None,
-    evaluator: str | None = None,
-    environment: str | None = None,
-    directory: Path = Path(),
-    instrument: bool = False,
-    image: str | None = None,
+    options: AgentOptions | None = None,
     run_id: str | None = None,
     queue_url: str | None = None,
     config: ConfigFile = None,
@@ -45,23 +39,13 @@ def worker(
         program: program of the agent, after `--`: it reads a task's input as JSON on standard input, and the last line of its output is
             its answer. Or FILE.py with a function that is decorated with @spangrad.rollout.
         arguments: arguments of the program.
-        agent: Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.
-        evaluator: MODULE:FUNCTION or FILE.py:FUNCTION that is called with (input, output) and returns the reward, or URL of a reward
-            service.
-        environment: MODULE:CLASS with reset(task) and step(action), gymnasium:ID, or URL of a server of such environments, joined by
-            commas where there are several: they need no agent, since the policy's replies are the actions. For an agent: MODULE:FUNCTION
-            that is called with the input and returns its environment, or URL of a service that leases environments.
-        directory: directory of the agent's modules, or of its program's files.
-        instrument: start the command under opentelemetry-instrument.
-        image: container image of the agent, instead of a command; the words after `--` are then its arguments.
         run_id: id of the run whose rollouts are taken; default: runner.run_id.
         queue_url: URL of the queue; default: queue.url, else http://127.0.0.1:8190.
     """
     settings = resolve(config, set_, {"runner.run_id": run_id, "queue.url": queue_url})
     log_to_stderr()
     raise_files_limit()
-    command = command_of(program, arguments)
-    agents = agents_of(settings.runner, command, agent, evaluator, directory, instrument=instrument, image=image, environment=environment)
+    agents = agents_of(settings.runner, handler_of(program, arguments, options))
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     asyncio.run(_work(settings, agents))
 

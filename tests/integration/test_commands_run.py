@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from commands.training.agents import AgentOptions
 from commands.training.run import run
 from spangrad.errors import QueueError
 from tests.support.otlp import OtlpSink
@@ -50,7 +51,7 @@ def outcome(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: 
     with OtlpSink() as sink, AttemptGateway() as gateway:
         settings = [f"store.otlp_endpoint={sink.url}", f"gateway.url={gateway.url}", "runner.max_attempts=1"]
         try:
-            run(*command, tasks="tasks.jsonl", group_size=2, set_=settings, **options)
+            run(*command, tasks="tasks.jsonl", group_size=2, set_=settings, options=AgentOptions(**options))
         except SystemExit as ended:
             code = int(str(ended.code))
     *_, below = capsys.readouterr().out.partition(f"task {len(inputs) - 1} ")
@@ -101,11 +102,11 @@ def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monke
     monkeypatch.setattr("spangrad.client.task_store.TaskStore.read", lambda _, name: done.append(f"read {name}"))
     for tasks in ("tasks.jsonl", "queue:mine"):
         with pytest.raises(InterruptedError):
-            run(agent="mine.py:odd", tasks=tasks, set_=["queue.url=http://127.0.0.1:9"])
+            run(options=AgentOptions(agent="mine.py:odd"), tasks=tasks, set_=["queue.url=http://127.0.0.1:9"])
     assert done == ["read tasks.jsonl", "waited", "waited"]
 
 
 def test_run_with_stored_tasks_without_queue_url_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commands.training.run.await_services", lambda *_: pytest.fail("it waited first"))
     with pytest.raises(QueueError, match=r"set queue\.url"):
-        run(agent="mine.py:odd", tasks="queue:mine")
+        run(options=AgentOptions(agent="mine.py:odd"), tasks="queue:mine")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commands.services.up import up
-from commands.training.agents import agent_spec, agents_of
+from commands.training.agents import AgentOptions, agent_spec, agents_of
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
 from spangrad.errors import AgentError
@@ -18,9 +18,7 @@ from spangrad.settings.runner import ContainerSettings, HandlerSettings
 
 
 def spec(*command: str, runner: RunnerSettings | None = None, **words: Any) -> AgentSpec:
-    arguments: dict[str, Any] = {"agent": None, "evaluator": None, "directory": Path(), "instrument": False, **words}
-    agent, evaluator, directory = arguments.pop("agent"), arguments.pop("evaluator"), arguments.pop("directory")
-    return agent_spec(command, agent, evaluator, directory, runner or RunnerSettings(), **arguments)
+    return agent_spec(HandlerSettings(command=list(command), **words), runner or RunnerSettings())
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_agents_of_without_an_agent_are_those_of_the_handlers(project: Path) -> 
     }
     runner = RunnerSettings(handlers=handlers, concurrency=3)
     judge = project / "parts" / "judge.py"
-    assert agents_of(runner, (), None, None, Path(), instrument=False) == {
+    assert agents_of(runner, HandlerSettings()) == {
         "math": CallableAgent(
             f"{project / 'solver.py'}:solve", evaluator=f"{judge}:score", directory=Path("parts"), on_failure=f"{judge}:rescue"
         ),
@@ -82,18 +80,18 @@ def test_agents_of_without_an_agent_are_those_of_the_handlers(project: Path) -> 
     }
     assert runner.of_handler("code").container.engine == "podman"
     assert runner.of_handler("math") == runner
-    assert agents_of(runner, (), "solver:solve", None, Path(), instrument=False) == CallableAgent("solver:solve")
+    assert agents_of(runner, HandlerSettings(agent="solver:solve")) == CallableAgent("solver:solve")
     with pytest.raises(AgentError, match="--evaluator and --instrument belong to an agent"):
-        agents_of(runner, (), None, "judge.py:score", Path(), instrument=False)
+        agents_of(runner, HandlerSettings(evaluator="judge.py:score"))
     with pytest.raises(AgentError, match=r"runner\.handlers\.none: name one agent"):
-        agents_of(RunnerSettings(handlers={"none": HandlerSettings()}), (), None, None, Path(), instrument=False)
+        agents_of(RunnerSettings(handlers={"none": HandlerSettings()}), HandlerSettings())
 
 
 def test_run_arguments_accept_file_before_options() -> None:
     _, bound, _ = app.parse_args(["run", "solver.py:solve", "--tasks", "hf:mine/sums:dev"])
     assert (bound.args, bound.kwargs) == (("solver.py:solve",), {"tasks": "hf:mine/sums:dev"})
     _, bound, _ = app.parse_args(["worker", "--image", "org/agent:1", "--", "agent", "--fast"])
-    assert (bound.args, bound.kwargs) == (("agent", "--fast"), {"image": "org/agent:1"})
+    assert (bound.args, bound.kwargs) == (("agent", "--fast"), {"options": AgentOptions(image="org/agent:1")})
 
 
 @pytest.mark.parametrize("command", ["run", "worker", "up", "prompt optimise greeting --tasks t"])

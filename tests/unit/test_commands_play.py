@@ -21,6 +21,7 @@ from spangrad.episode.player import EpisodeEnd, ModelReply
 from spangrad.episode.script import ScriptModel
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
+from spangrad.settings.runner import HandlerSettings
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 
@@ -121,8 +122,8 @@ def test_play_with_invalid_arguments_raises(monkeypatch: pytest.MonkeyPatch, env
 
 
 def test_environment_alone_is_played_by_the_agent_without_code() -> None:
-    spec = agent_spec((), None, None, AGENTS, RunnerSettings(), instrument=False, environment="two_guesses:TwoGuesses")
+    spec = agent_spec(HandlerSettings(directory=AGENTS, environment="two_guesses:TwoGuesses"), RunnerSettings())
     assert spec == CallableAgent(REFERENCE, environment="two_guesses:TwoGuesses", directory=AGENTS)
     assert spec.name == "two_guesses"
     with pytest.raises(AgentError, match="only --environment"):
-        agent_spec((), None, None, AGENTS, RunnerSettings(), instrument=False)
+        agent_spec(HandlerSettings(directory=AGENTS), RunnerSettings())

@@ -23,6 +23,7 @@ from spangrad.episode.agent import REFERENCE
 from spangrad.episode.environment import EnvironmentCalls, StepResult
 from spangrad.errors import EnvironmentsError
 from spangrad.settings import RunnerSettings
+from spangrad.settings.runner import HandlerSettings
 from spangrad.types import AttemptFailure
 
 
@@ -203,11 +204,11 @@ def test_factory_of_urls_of_several_protocols_is_refused() -> None:
 
 
 def test_agent_spec_of_urls_alone_is_the_agent_without_code(tmp_path: Any) -> None:
-    spec = agent_spec((), None, None, tmp_path, RunnerSettings(), instrument=False, environment="http://a:1,http://b:2")
+    spec = agent_spec(HandlerSettings(directory=tmp_path, environment="http://a:1,http://b:2"), RunnerSettings())
     assert isinstance(spec, CallableAgent)
     assert (spec.agent, spec.environment) == (REFERENCE, "openenv+http://a:1,openenv+http://b:2")
     assert initialises(spec)
-    leased = agent_spec((), "m:agent", None, tmp_path, RunnerSettings(), instrument=False, environment="http://a:1")
+    leased = agent_spec(HandlerSettings(agent="m:agent", directory=tmp_path, environment="http://a:1"), RunnerSettings())
     assert (leased.environment, initialises(leased)) == ("http://a:1", False)
     assert names_environment("gymnasium:CartPole-v1")
     assert not names_environment("http://a:1")
