@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,10 +19,11 @@ from typing import Any
 from commands.demo.services import make_model
 from commands.demo.settings import SETTINGS, store_and_gateway, write_settings
 from commands.options import flag_values
+from examples.learning.run import keep_to_cores
 from recipes.recipe import CHECKOUT, METHODS, SIZES, Prepared, Recipe, layers, merged, write_tasks
 from spangrad.errors import SettingsError, SpangradError
 from spangrad.probing.parallel import parallel_sizes
-from spangrad.processes import free_ports, own_command
+from spangrad.processes import end_by_interrupt, free_ports, own_command
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.launcher import launch_without_settings
@@ -33,8 +33,6 @@ from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import training_services
 from trainer.publish.publisher import Publisher
 
-TINY_THREADS = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""vLLM takes no core that it does not use."""
 TINY_SECONDS = 480
 _POLL_SECONDS = 0.25
 
@@ -63,11 +61,7 @@ def arguments_of(recipe: Recipe, words: Sequence[str] | None = None) -> argparse
 def main(recipe: Recipe) -> None:
     """Run a recipe's command line."""
     arguments = arguments_of(recipe)
-
-    def stop(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    end_by_interrupt()
     try:
         run(recipe, arguments)
     except KeyboardInterrupt:
@@ -177,8 +171,7 @@ def _serve(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory, s
     """Keep the services running until --steps versions are served, or until Ctrl-C."""
     began, steps = time.monotonic(), arguments.steps or (1 if arguments.tiny else None)
     if arguments.tiny:
-        for name, value in TINY_THREADS.items():
-            os.environ.setdefault(name, value)
+        keep_to_cores()
 
     def report(text: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {text}", flush=True)

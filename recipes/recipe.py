@@ -1,7 +1,7 @@
 """A recipe, its settings in layers, and its data.
 
-In: files of settings (the recipe's, then the method's, then those that fit a model's size), and rows of a public data set. Out: settings,
-and files of tasks. Invariant: a later layer replaces values of an earlier one; arguments of the engine add up.
+In: files of settings (those of all recipes, the recipe's, then the method's, then those that fit a model's size), and rows of a public
+data set. Out: settings, and files of tasks. Invariant: a later layer replaces values of an earlier one; arguments of the engine add up.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def layers(recipe: str, size: str, method: Method) -> list[Path]:
     """Return the settings files of a recipe, each stronger than the one before."""
-    return [FILES / recipe / "spangrad.toml", FILES / f"{method}.toml", FILES / "models" / f"{size}-{method}.toml"]
+    return [FILES / file for file in ("base.toml", f"{recipe}/spangrad.toml", f"{method}.toml", f"models/{size}-{method}.toml")]
 
 
 def merged(files: Sequence[Path], *more: Mapping[str, Any]) -> dict[str, Any]:

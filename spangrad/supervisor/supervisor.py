@@ -85,11 +85,6 @@ class Supervisor:
         self.stop_all()
 
     @property
-    def names(self) -> list[str]:
-        """Return the names of the services, in the order of their start."""
-        return list(self._all)
-
-    @property
     def failed(self) -> list[str]:
         """Return the names of the services that have failed for good."""
         return [name for name, supervised in self._all.items() if supervised.state is ServiceState.FAILED]

@@ -85,7 +85,7 @@ def test_recipe_settings_fit_their_machines(recipe: str, size: str, method: Meth
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_recipe_file_alone_loads_as_settings(recipe: Recipe) -> None:
-    assert load_settings(file=FILES / recipe.name / "spangrad.toml", env={}).runner.group_size == 8
+    assert load_settings(file=FILES / recipe.name / "spangrad.toml", env={}).runner.run_id == recipe.name
     assert (FILES / recipe.name / "README.md").exists()
 
 
