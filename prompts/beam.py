@@ -1,11 +1,11 @@
 """Beam search: computes the next step from the edits made so far and the scores of the candidates.
 
-In: the version that the search began with, its shape, edits and scores. Out: the next step, or the end. Invariant: the same facts give the
-same step, so a search that was killed continues from its recorded facts; a version with a score is not measured again; the best score never
-decreases.
+In: the version that the search began with, its settings, edits and scores. Out: the next step, or the end. Invariant: the same facts give
+the same step, so a search that was killed continues from its recorded facts; a version with a score is not measured again; the best score
+never decreases.
 
 The search is that of Pryzant et al. 2023 (Automatic Prompt Optimization with "Gradient Descent" and Beam Search): in each round each
-prompt of the beam is criticised and edited `branch` times, and the `width` best of all measured ones form the next beam. Instead of
+prompt of the beam is criticised and edited `branch` times, and the `beam_width` best of all measured ones form the next beam. Instead of
 a bandit, which spends few evaluations on poor candidates, all candidates have the same held-out tasks: they can be compared in pairs.
 """
 
@@ -14,16 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Size of a search."""
-
-    rounds: int
-    width: int
-    """Prompts that are kept after each round."""
-    branch: int
-    """Edits of each kept prompt in a round."""
+from spangrad.settings import PromptSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,27 +63,27 @@ class Done:
 Step = Expand | MeasureVersions | Done
 
 
-def next_step(start: int, shape: Shape, edits: Mapping[EditPosition, int | None], scores: Mapping[int, float | None]) -> Step:
+def next_step(start: int, settings: PromptSettings, edits: Mapping[EditPosition, int | None], scores: Mapping[int, float | None]) -> Step:
     """Return the next step.
 
     Args:
         start: the version that the search began with.
-        shape: size of the search.
+        settings: size of the search: its rounds, the width of the beam, the edits of each prompt.
         edits: version that each edit led to. None: the model gave no prompt; a version that existed before is no new candidate.
         scores: by measured version. None: the version cannot be compared, and is never in a beam.
     """
     entered = [start]
     rounds: list[Round] = []
-    for number in range(shape.rounds + 1):
+    for number in range(settings.rounds + 1):
         if number:
-            places = [EditPosition(number, parent, edit) for parent in rounds[-1].beam for edit in range(shape.branch)]
+            places = [EditPosition(number, parent, edit) for parent in rounds[-1].beam for edit in range(settings.branch)]
             if missing := tuple(position for position in places if position not in edits):
                 return Expand(missing)
             edited = (edits[position] for position in places)
             entered = list(dict.fromkeys([*entered, *(version for version in edited if version is not None)]))
         if unmeasured := tuple(version for version in entered if version not in scores):
             return MeasureVersions(number, unmeasured)
-        rounds.append(Round(number, _best(entered, scores)[: shape.width]))
+        rounds.append(Round(number, _best(entered, scores)[: settings.beam_width]))
     return Done(tuple(rounds), tuple(entered))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
+from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, next_step
 from prompts.compare import Gain, gain
 from prompts.prompt_texts import Messages, ask_for_critique, ask_for_edit, choose, read_edit
 from prompts.trials import Trial
@@ -149,7 +149,6 @@ class Search:
             PromptError: the prompt store or the critic does not answer; or the prompt that the search began with cannot be measured.
             SpangradError: errors of `run` and of `trials`.
         """
-        shape = Shape(self.settings.rounds, self.settings.beam_width, self.settings.branch)
         start = self.question.start
         self._texts[start.version] = start.text
         for edit in await asyncio.to_thread(self.prompts.edits, start.name, self.question.id):
@@ -161,7 +160,7 @@ class Search:
             if scores.get(start.version, 0.0) is None:
                 raise self._unmeasured(measured[start.version])
             self.progress.best = max((score for score in scores.values() if score is not None), default=None)
-            match next_step(start.version, shape, {position: edit.version for position, edit in self._edits.items()}, scores):
+            match next_step(start.version, self.settings, {position: edit.version for position, edit in self._edits.items()}, scores):
                 case Expand(places):
                     await self._expand(places)
                 case MeasureVersions(number, versions):
@@ -231,19 +230,8 @@ class Search:
         inputs = {task.task_id: json.dumps(task.input, ensure_ascii=False) for task in (*self.question.learn, *self.question.held_out)}
         for trial in trials:
             if trial.task_id in inputs:
-                self._known[trial.rollout_id] = Trial(
-                    trial.rollout_id,
-                    trial.attempt,
-                    trial.version,
-                    trial.task_id,
-                    self._reward_deviation(trial),
-                    trial.failure,
-                    trial.detail,
-                    inputs[trial.task_id],
-                )
-
-    def _reward_deviation(self, trial: Trial) -> float | None:
-        return self.settings.failed_score if trial.score is None else trial.score
+                score = self.settings.failed_score if trial.score is None else trial.score
+                self._known[trial.rollout_id] = replace(trial, score=score, input=inputs[trial.task_id])
 
     def _minibatch(self, round: int, parent: int) -> list[Task]:
         """Draw the tasks of a round and prompt: the same ones when the search is continued."""

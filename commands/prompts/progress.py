@@ -20,7 +20,12 @@ def shown(run_id: str, rounds: int) -> Generator[Progress]:
     """Yield the progress of a search, which is shown while the block runs."""
     _logger.info("trials are rollouts of run %s; `spangrad worker --run-id %s` helps with them", run_id, run_id)
     if not sys.stderr.isatty():
-        yield Progress(_Lines(rounds))
+
+        def log(progress: Progress) -> None:
+            if progress.done in {0, progress.of}:
+                _logger.info("%s: %d of %d", _words(progress, rounds), progress.done, progress.of)
+
+        yield Progress(log)
         return
     from rich.progress import Progress as Bars
 
@@ -33,17 +38,6 @@ def shown(run_id: str, rounds: int) -> Generator[Progress]:
             bars.update(bar, description=_words(progress, rounds), completed=progress.done, total=progress.of)
 
         yield Progress(changed)
-
-
-class _Lines:
-    """Progress in a log: a line when a stage of the search begins, and one when it ends."""
-
-    def __init__(self, rounds: int) -> None:
-        self._rounds = rounds
-
-    def __call__(self, progress: Progress) -> None:
-        if progress.done in {0, progress.of}:
-            _logger.info("%s: %d of %d", _words(progress, self._rounds), progress.done, progress.of)
 
 
 def _words(progress: Progress, rounds: int) -> str:

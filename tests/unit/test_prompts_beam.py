@@ -8,13 +8,14 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, Shape, next_step
+from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, next_step
 from prompts.compare import gain
+from spangrad.settings import PromptSettings
 
-SHAPES = st.builds(Shape, rounds=st.integers(1, 4), width=st.integers(1, 3), branch=st.integers(1, 3))
+SIZES = st.builds(PromptSettings, rounds=st.integers(1, 4), beam_width=st.integers(1, 3), branch=st.integers(1, 3))
 
 
-def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[int, float | None]]:
+def play(size: PromptSettings, seed: int, forgets: bool) -> tuple[Done, list[int], dict[int, float | None]]:
     """A whole search over made-up prompts; the order of what was measured, and the scores. `forgets`: only half of each step is done."""
     chance = random.Random(seed)
     edits: dict[EditPosition, int | None] = {}
@@ -22,7 +23,7 @@ def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[
     measured: list[int] = []
     newest = 1
     while True:
-        match next_step(1, shape, edits, scores):
+        match next_step(1, size, edits, scores):
             case Expand(places):
                 assert not set(places) & set(edits)
                 for place in places[: (len(places) + 1) // 2] if forgets else places:
@@ -37,17 +38,17 @@ def play(shape: Shape, seed: int, forgets: bool) -> tuple[Done, list[int], dict[
 
 
 @settings(deadline=None)
-@given(SHAPES, st.integers(0, 2**32), st.booleans())
-def test_next_step_measures_every_candidate_once_and_never_gets_worse(shape: Shape, seed: int, forgets: bool) -> None:
-    done, measured, scores = play(shape, seed, forgets)
+@given(SIZES, st.integers(0, 2**32), st.booleans())
+def test_next_step_measures_every_candidate_once_and_never_gets_worse(size: PromptSettings, seed: int, forgets: bool) -> None:
+    done, measured, scores = play(size, seed, forgets)
     assert len(measured) == len(set(measured))
     assert set(measured) == set(done.entered)
-    assert [search_round.number for search_round in done.rounds] == list(range(shape.rounds + 1))
+    assert [search_round.number for search_round in done.rounds] == list(range(size.rounds + 1))
     best = [scores[search_round.beam[0]] for search_round in done.rounds]
     assert all(after is not None and before is not None and after >= before for before, after in pairwise(best))
     assert best[-1] == max(score for score in scores.values() if score is not None)
     for search_round in done.rounds:
-        assert 1 <= len(search_round.beam) <= shape.width
+        assert 1 <= len(search_round.beam) <= size.beam_width
         assert [scores[version] for version in search_round.beam] == sorted(
             (scores[version] or 0.0 for version in search_round.beam), reverse=True
         )
@@ -56,10 +57,12 @@ def test_next_step_measures_every_candidate_once_and_never_gets_worse(shape: Sha
 def test_next_step_keeps_older_of_equals_and_ignores_edit_to_known_text() -> None:
     edits = {EditPosition(1, 7, 0): 9, EditPosition(1, 7, 1): 3, EditPosition(1, 7, 2): 7}
     scores = {7: 0.5, 9: 0.5, 3: 0.5}
-    assert next_step(7, Shape(1, 2, 3), edits, scores) == Done((Round(0, (7,)), Round(1, (7, 9))), (7, 9, 3))
-    assert next_step(7, Shape(1, 2, 3), edits, {7: 0.5, 9: None}) == MeasureVersions(1, (3,))
+    size = PromptSettings(rounds=1, beam_width=2, branch=3)
+    assert next_step(7, size, edits, scores) == Done((Round(0, (7,)), Round(1, (7, 9))), (7, 9, 3))
+    assert next_step(7, size, edits, {7: 0.5, 9: None}) == MeasureVersions(1, (3,))
     # A longer search of the same question goes on where a shorter one ended.
-    assert next_step(7, Shape(2, 1, 3), edits, scores) == Expand(tuple(EditPosition(2, 7, number) for number in range(3)))
+    longer = PromptSettings(rounds=2, beam_width=1, branch=3)
+    assert next_step(7, longer, edits, scores) == Expand(tuple(EditPosition(2, 7, number) for number in range(3)))
 
 
 @settings(deadline=None)
