@@ -6,7 +6,7 @@ In: settings. Out: the services, their launcher, and the settings with the addre
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,12 +34,9 @@ class PlacedServices:
     """Settings that have other values than the settings file's, by dotted key: addresses of servers."""
 
 
-Place = Callable[[Callable[[str], None]], AbstractContextManager[PlacedServices]]
-"""Preparation of a place; it is called with a function that reports progress."""
-
-
-def on_this_machine(settings: Settings, options: Sequence[str], agent: Sequence[str]) -> Place:
-    """Return the place of services that are children of this process.
+@contextmanager
+def on_this_machine(settings: Settings, options: Sequence[str], agent: Sequence[str]) -> Generator[PlacedServices]:
+    """Yield services that become children of this process.
 
     Raises:
         SettingsError: there are to be several engines.
@@ -49,35 +46,28 @@ def on_this_machine(settings: Settings, options: Sequence[str], agent: Sequence[
             f"up.engines = {settings.up.engines} needs a Ray cluster that knows the GPUs: `spangrad up --ray auto`. On this machine alone, "
             "start further engines with `spangrad engine`."
         )
-
-    @contextmanager
-    def place(on_event: Callable[[str], None]) -> Generator[PlacedServices]:
-        logs = settings.up.directory / _LOGS
-        services = (*training_services(settings, logs, options, agent), page_service(settings, logs, options))
-        yield PlacedServices(settings, services, LocalProcess)
-
-    return place
+    logs = settings.up.directory / _LOGS
+    services = (*training_services(settings, logs, options, agent), page_service(settings, logs, options))
+    yield PlacedServices(settings, services, LocalProcess)
 
 
-def on_ray(address: str, config: Path | None, overrides: list[str], agent: Sequence[str]) -> Place:
-    """Return the place of services that run on the nodes of a Ray cluster."""
+@contextmanager
+def on_ray(
+    address: str, config: Path | None, overrides: list[str], agent: Sequence[str], on_event: Callable[[str], None]
+) -> Generator[PlacedServices]:
+    """Yield services that run on the nodes of a Ray cluster, for as long as the block; progress is reported by `on_event`."""
+    from spangrad.supervisor.ray_services import RayCluster
 
-    @contextmanager
-    def place(on_event: Callable[[str], None]) -> Generator[PlacedServices]:
-        from spangrad.supervisor.ray_services import RayCluster
-
-        given = flag_values(overrides)
-        with RayCluster(address) as cluster:
-            values = cluster_values(load_settings(given, file=config), cluster.home.address)
-            settings = load_settings({**given, **values}, file=config)
-            variables = settings_variables({**given, **values}, file=config)
-            services = training_services(settings, settings.up.directory / _LOGS, (), agent, variables)
-            require_tokens(settings, services)
-            groups = placement(settings, services, gpus=any(node.resources.get("GPU") for node in cluster.nodes))
-            cluster.reserve(groups, on_event)
-            if len(cluster.nodes) > 1 and (paths := shared_paths(settings, groups)):
-                on_event(f"on one disk that all nodes share, or nothing is found: {', '.join(paths)}")
-            addresses = {key: values[key] for key in _ADDRESSES if key in values}
-            yield PlacedServices(settings, services, cluster.launch, addresses)
-
-    return place
+    given = flag_values(overrides)
+    with RayCluster(address) as cluster:
+        values = cluster_values(load_settings(given, file=config), cluster.home.address)
+        settings = load_settings({**given, **values}, file=config)
+        variables = settings_variables({**given, **values}, file=config)
+        services = training_services(settings, settings.up.directory / _LOGS, (), agent, variables)
+        require_tokens(settings, services)
+        groups = placement(settings, services, gpus=any(node.resources.get("GPU") for node in cluster.nodes))
+        cluster.reserve(groups, on_event)
+        if len(cluster.nodes) > 1 and (paths := shared_paths(settings, groups)):
+            on_event(f"on one disk that all nodes share, or nothing is found: {', '.join(paths)}")
+        addresses = {key: values[key] for key in _ADDRESSES if key in values}
+        yield PlacedServices(settings, services, cluster.launch, addresses)

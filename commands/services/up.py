@@ -80,8 +80,13 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
 
     end_by_interrupt()
     directory = settings.up.directory
-    place = on_ray(ray, config, overrides, agent) if ray else on_this_machine(settings, options_of(config, overrides), agent)
-    with RunDirectory(directory) as run, StatusScreen(directory) as screen, place(screen.event) as placed:
+    with (
+        RunDirectory(directory) as run,
+        StatusScreen(directory) as screen,
+        (
+            on_ray(ray, config, overrides, agent, screen.event) if ray else on_this_machine(settings, options_of(config, overrides), agent)
+        ) as placed,
+    ):
         progress = ProgressReader(placed.settings)
         was_ready = False
         with Supervisor(placed.services, screen.event, policy=RestartPolicy(), launch=placed.launch) as supervisor:
