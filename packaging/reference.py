@@ -1,8 +1,8 @@
-"""Write docs/reference from the code: settings, commands, tables, attributes, reasons and metrics.
+"""Write docs/reference from the code: settings, commands, tables, attributes, reasons, metrics and what becomes of spans.
 
 In: the settings' models, the command line, the schema's migrations in a temporary database, `spangrad/semconv.py`, the enumerations of
-reasons, the collectors behind `/metrics`. Out: a Markdown page for each; with --check, exit code 1 and the names of pages that differ.
-Invariant: pages hold no path, address or time of the machine that wrote them.
+reasons, the collectors behind `/metrics`, spans of frameworks. Out: a Markdown page for each; with --check, exit code 1 and the names of
+pages that differ. Invariant: pages hold no path, address or time of the machine that wrote them.
 """
 
 from __future__ import annotations
@@ -224,6 +224,29 @@ def metrics_page() -> Iterator[str]:
         yield table(("metric", "type", "labels", "meaning"), rows)
 
 
+def fixtures_page() -> Iterator[str]:
+    """Yield what the builder makes of spans of many frameworks, in a temporary store."""
+    from commands.inspection.inspect import HEADINGS, examine, total_of
+    from spangrad.settings import Settings
+
+    rows = examine(sorted((ROOT / "tests" / "fixtures" / "spans").glob("*.jsonl")), Settings())
+    yield "# What the builder makes of real spans"
+    yield "`spangrad inspect tests/fixtures/spans` prints this table, and what to do about each reason."
+    yield (
+        "Each file holds spans of one set-up: a framework, its instrumentation, with or without a recording gateway. They were captured "
+        "from small agents without rewards, and their gateway predates the contract between the parts. So most calls drop, each with a "
+        "reason that [drops.md](drops.md) explains. What matters here is the last column: every span that looks like a call of a model is "
+        "part of a call that the builder concluded."
+    )
+    yield (
+        "Nobody names a rollout in these files, so each trace is one. `langchain*` have three: LangChain's own, and one for each request "
+        "of its OpenAI client, whose spans lie in traces of their own. Nothing is joined across rollouts, so that each of the two calls is "
+        "there twice: as LangChain reports it, without ids, and as its client does. A rollout id on all of them, as the span processors "
+        "put it there (or the link of `langchain_linked`), makes two calls of the four."
+    )
+    yield table(HEADINGS, [*((f"`{row.file}`", *row.cells[1:]) for row in rows), total_of(rows).cells])
+
+
 PAGES: dict[str, Callable[[], Iterable[str]]] = {
     "settings": settings_page,
     "cli": cli_page,
@@ -231,6 +254,7 @@ PAGES: dict[str, Callable[[], Iterable[str]]] = {
     "attributes": attributes_page,
     "drops": reasons_page,
     "metrics": metrics_page,
+    "fixtures": fixtures_page,
 }
 
 

@@ -1,8 +1,8 @@
 """`spangrad inspect`: the transitions and drops that the builder makes of files of spans, in a temporary store.
 
 In: files of OTLP/JSON, one request a line (the format of the Collector's file exporter). Out: a table of spans, calls, transitions and
-drops by file, for a terminal or as a page of the docs. Invariant: a span that looks like a model call, and belongs to no call that the
-builder concluded, is counted as unaccounted for. This module recognises such spans independently of the builder.
+drops by file. Invariant: a span that looks like a model call, and belongs to no call that the builder concluded, is counted as unaccounted
+for. This module recognises such spans independently of the builder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
-from commands.output_files import make_directory_of
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.json_http import ask
@@ -27,22 +26,7 @@ from spangrad.http.service import RemoteService
 from spangrad.settings import Settings
 from spangrad.types import remedy
 
-_PAGE = """# What the builder makes of real spans
-
-Made by `spangrad inspect {paths} --page {page}`; a test makes it again and compares.
-
-Each file of `tests/fixtures/spans` holds spans of one set-up: a framework, its instrumentation, with or without a recording gateway.
-They were captured from small agents without rewards, and their gateway predates the contract between the parts. So most calls drop,
-each with a reason that [drops.md](drops.md) explains. What matters here is the last column: every span that looks like a call of a model
-is part of a call that the builder concluded.
-
-Nobody names a rollout in these files, so each trace is one. `langchain*` have three: LangChain's own, and one for each request of its
-OpenAI client, whose spans lie in traces of their own. Nothing is joined across rollouts, so that each of the two calls is there twice: as
-LangChain reports it, without ids, and as its client does. A rollout id on all of them, as the span processors put it there (or the link
-of `langchain_linked`), makes two calls of the four.
-
-"""
-_HEADINGS = ("file", "spans", "calls", "transitions", "drops", "unaccounted")
+HEADINGS = ("file", "spans", "calls", "transitions", "drops", "unaccounted")
 _ENDINGS = ("/chat/completions", "/completions", "/responses", "/messages")
 _POST_SECONDS = 60.0
 _OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
@@ -50,7 +34,6 @@ _OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
 
 def inspect(
     *paths: Annotated[Path, Parameter(name="FILE", allow_leading_hyphen=False)],
-    page: Path | None = None,
     reasons: bool = True,
     config: ConfigFile = None,
     set_: Overrides = None,
@@ -61,18 +44,11 @@ def inspect(
 
     Args:
         paths: files of OTLP/JSON, one request a line, or directories of such files (*.jsonl).
-        page: Markdown file to which the table is written instead of being printed.
         reasons: print also, for each drop reason in the table, what to do about it.
     """
     settings = resolve(config, set_)
-    files = list(_files(paths))
-    if page is not None:
-        make_directory_of(page, "--page")
-    rows = examine(files, settings)
-    if page is not None:
-        page.write_text(_PAGE.format(paths=" ".join(map(str, paths)), page=page) + markdown(rows))
-    else:
-        _print(rows, reasons=reasons)
+    rows = examine(list(_files(paths)), settings)
+    _print(rows, reasons=reasons)
     if any(row.unaccounted for row in rows):
         sys.exit(1)
 
@@ -151,14 +127,8 @@ def looks_like_a_call(name: str, scope: str, attributes: Mapping[str, str]) -> b
     )
 
 
-def markdown(rows: Sequence[FileReport]) -> str:
-    """Return the table in Markdown, with a last row for all files."""
-    lines = [_HEADINGS, tuple("---" for _ in _HEADINGS), *((f"`{row.cells[0]}`", *row.cells[1:]) for row in rows), _total(rows).cells]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _total(rows: Iterable[FileReport]) -> FileReport:
-    rows = list(rows)
+def total_of(rows: Sequence[FileReport]) -> FileReport:
+    """Return the numbers of all files."""
     drops = Counter[str]()
     for row in rows:
         drops.update(row.drops)
@@ -176,10 +146,10 @@ def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:
     from commands.console import plain_console, plain_table
 
     console = plain_console()
-    table = plain_table(*_HEADINGS, right=[place for place, heading in enumerate(_HEADINGS) if heading not in {"file", "drops"}])
+    table = plain_table(*HEADINGS, right=[place for place, heading in enumerate(HEADINGS) if heading not in {"file", "drops"}])
     for row in rows:
         table.add_row(*row.cells, style="red" if row.unaccounted else "")
-    total = _total(rows)
+    total = total_of(rows)
     if len(rows) > 1:
         table.add_row(*total.cells, style="bold")
     console.print(table)

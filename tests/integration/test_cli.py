@@ -110,7 +110,6 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
             2,
             "--write latin.txt/x cannot be written (",
         ),
-        (["inspect", "latin.txt", "--page", "."], {}, 2, "--page . cannot be written (it is a directory)."),
         (["rewards", "backfill", "--reward", "r", "--since", "1000000d"], {}, 2, "--since '1000000d' is before the year 1."),
         (["up", "--set", "engine.model=m", "--set", "up.directory=latin.txt"], {}, 1, "latin.txt cannot be the directory of a run"),
         (["ps", "--set", "up.directory=latin.txt"], {}, 1, "no `spangrad up` runs in latin.txt"),
