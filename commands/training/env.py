@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import quote
 
 from cyclopts import App, Parameter
 
@@ -42,16 +41,17 @@ def _serve(
     from commands.training.agents import located
     from runner.sessions.server import serve
     from runner.sessions.shards import ShardCommand
+    from runner.workers.agents import exporter_variables
     from spangrad.errors import SettingsError
 
     for name, value in (("--shards", shards), ("--sessions", sessions)):
         if value < 1:
             raise SettingsError(f"{name} {value} leaves nothing to serve. Give 1 or more.")
-    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": settings.store.otlp_endpoint}
-    if settings.store.token is not None:
-        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
     references = named_environments(environments)
-    commands = {name: ShardCommand(located(reference, directory), directory, variables) for name, reference in references.items()}
+    commands = {
+        name: ShardCommand(located(reference, directory), directory, exporter_variables(settings.store))
+        for name, reference in references.items()
+    }
     serve(settings.environments, commands, shards, sessions)
 
 

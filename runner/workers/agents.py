@@ -17,7 +17,7 @@ from spangrad.episode.adapters.references import names_environment
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.episode.agent import VARIABLE as EPISODE_VARIABLE
 from spangrad.leases import this_process
-from spangrad.settings import Settings
+from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.runner import ContainerSettings
 
 _NOT_FOR_HOSTS = frozenset(
@@ -145,6 +145,14 @@ def host_command(spec: AgentSpec) -> list[str]:
     ]
 
 
+def exporter_variables(store: StoreSettings) -> dict[str, str]:
+    """Return the environment variables by which OpenTelemetry's SDKs send spans to the store."""
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.otlp_endpoint}
+    if store.token is not None:
+        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(store.token.get_secret_value(), safe='')}"
+    return variables
+
+
 def agent_environment(environ: Mapping[str, str], settings: Settings, agent: AgentSpec) -> dict[str, str]:
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
@@ -155,9 +163,7 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     """
     variables = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
     variables.setdefault("OTEL_SERVICE_NAME", agent.name)
-    variables["OTEL_EXPORTER_OTLP_ENDPOINT"] = settings.store.otlp_endpoint
-    if settings.store.token is not None:
-        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(settings.store.token.get_secret_value(), safe='')}"
+    variables |= exporter_variables(settings.store)
     if settings.queue.url is not None:
         variables[prompt_client.URL] = settings.queue.url
         variables[prompt_client.VARIABLE] = settings.prompts.variable

@@ -44,7 +44,7 @@ def read_model(directory: Path) -> ModelFacts:
     remedy = "Name a directory that `save_pretrained` has written, or that was downloaded from Hugging Face's hub."
     if not directory.is_dir():
         raise SettingsError(f"{directory} is no directory. {remedy}")
-    config = _json(directory / "config.json")
+    config = json_object(directory / "config.json")
     if config is None:
         raise SettingsError(f"{directory} holds no config.json, so it is no model. {remedy}")
     weights = weight_files(directory)
@@ -78,7 +78,7 @@ def configured(directory: Path) -> ModelFacts:
     Raises:
         SettingsError: the file is not a JSON object.
     """
-    return facts_of(directory, _json(directory / "config.json") or {}, 0, has_chat_template=False)
+    return facts_of(directory, json_object(directory / "config.json") or {}, 0, has_chat_template=False)
 
 
 def _context(config: Mapping[str, Any]) -> int | None:
@@ -97,10 +97,12 @@ def _kv_values(config: Mapping[str, Any]) -> int | None:
 
 
 def _has_chat_template(directory: Path) -> bool:
-    return (directory / "chat_template.jinja").is_file() or bool((_json(directory / "tokenizer_config.json") or {}).get("chat_template"))
+    return (directory / "chat_template.jinja").is_file() or bool(
+        (json_object(directory / "tokenizer_config.json") or {}).get("chat_template")
+    )
 
 
-def _json(file: Path) -> dict[str, Any] | None:
+def json_object(file: Path) -> dict[str, Any] | None:
     """Return a file's JSON object. None: there is no file.
 
     Raises:

@@ -6,13 +6,13 @@ configuration; a kind of model that is not known here is refused, never guessed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from spangrad.errors import SettingsError
+from spangrad.probing.model import json_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +167,10 @@ def read_architecture(model: Path) -> Architecture:
         SettingsError: there is no config.json, it is not JSON, or it describes a kind of model that is not known.
     """
     file = model / "config.json" if model.is_dir() else model
-    try:
-        config = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise SettingsError(f"{file} does not exist. Name a model directory in Hugging Face's layout, or its config.json.") from None
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{file} cannot be read as JSON ({error}). Name a model directory, or its config.json.") from None
-    if not isinstance(config, dict):
-        raise SettingsError(f"{file} is not a JSON object. Name a model directory, or its config.json.")
-    return architecture_of(cast("dict[str, Any]", config), file)
+    config = json_object(file)
+    if config is None:
+        raise SettingsError(f"{file} does not exist. Name a model directory in Hugging Face's layout, or its config.json.")
+    return architecture_of(config, file)
 
 
 def architecture_of(config: Mapping[str, Any], file: Path) -> Architecture:
