@@ -41,7 +41,7 @@ class Critic:
         key = chosen.critic_key or (gateway.token if is_gateway else None)
         baggage = {semconv.RUN_ID: run_id, semconv.ROLLOUT_ID: f"critic-{run_id}", semconv.ROLLOUT_MODE: Mode.TRIAL.value}
         headers = {"baggage": ",".join(f"{name}={quote(value, safe='')}" for name, value in baggage.items())} if is_gateway else {}
-        service = RemoteService("the critic", url, key.get_secret_value() if key else None, PromptError, "", _RETRY_SECONDS, headers)
+        service = RemoteService("the critic", url, key, PromptError, "", _RETRY_SECONDS, headers)
         self._client = AsyncClient(service, seconds=_RESPONSE_SECONDS)
         self._room = asyncio.Semaphore(_AT_ONCE)
 

@@ -44,9 +44,8 @@ class LogSender:
 
     def __init__(self, store: StoreSettings) -> None:
         """Send to `store.otlp_endpoint`."""
-        token = store.token.get_secret_value() if store.token else None
         remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
-        self._service = RemoteService("the span store's receiver", store.otlp_endpoint, token, StoreError, remedy)
+        self._service = RemoteService("the span store's receiver", store.otlp_endpoint, store.token, StoreError, remedy)
 
     def send(self, event: str, attributes: Mapping[str, Value], *, body: str = "", trace: str = "", span: str = "") -> None:
         """Send one record, and wait until the store has it.

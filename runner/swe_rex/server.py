@@ -84,11 +84,9 @@ def serve(settings: Settings, policy: SandboxPolicy, environment: Mapping[str, s
 @asynccontextmanager
 async def running(settings: Settings, policy: SandboxPolicy, parent: Context) -> AsyncGenerator[str]:
     """Serve for as long as the block; yield the URL. Arguments and errors as of `serve`; `parent` is the trace of the actions."""
-    token = settings.store.token
-    headers = bearer(token.get_secret_value() if token is not None else None)
     prepared = await asyncio.to_thread(prepare_tools, policy)
     log.info("tools act in sandboxes of %s: %s", prepared.rung, prepared.reason)
-    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, bearer(settings.store.token))
     runtime = RexRuntime(prepared, ActionSpans(prepared.image, provider))
     key = settings.tools.token.get_secret_value() if settings.tools.token is not None else None
     try:

@@ -45,9 +45,7 @@ class StepSpans:
 
     def __init__(self, settings: Settings, client: Client) -> None:
         """Send to store.otlp_endpoint; find the rollouts' roots with `client`."""
-        token = settings.store.token
-        headers = bearer(token.get_secret_value() if token else None)
-        self._provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+        self._provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, bearer(settings.store.token))
         self._tracer = self._provider.get_tracer(semconv.TRAINER_SCOPE)
         self._client = client
         self._url = settings.store.url
