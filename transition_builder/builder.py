@@ -103,9 +103,8 @@ class Builder:
         self._behind_due = time.monotonic()
         self._announced_at = float("-inf")
         self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
-        of_rollouts = dict.fromkeys(ROLLOUT, pl.String())
-        self._examined = empty(of_rollouts | {"Until": MICROSECONDS, "Examined": pl.UInt64()})
-        self._late_rows = empty(of_rollouts | {"Rows": pl.UInt64()})
+        self._examined = empty({**dict.fromkeys(ROLLOUT, pl.String()), "Until": MICROSECONDS, "Examined": pl.UInt64()})
+        self._late_rows = empty(late_spans.COUNTED)
         self._reassigned = empty(REASSIGNED)
         self._done = 0
         self._batch_sizes = BuildBatches()
@@ -302,9 +301,7 @@ class Builder:
         if judged.height < due.height:
             self._pending = self._pending.join(due.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
         for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
-            frames = self._ended.frames(rollouts, arrivals, owners, now)
-            if frames.rollouts.height:
-                self._build(frames, summary)
+            self._build(self._ended.frames(rollouts, arrivals, owners, now), summary)
         self._pending = waiting.checked(self._pending, due, ROLLOUT, now)
 
     def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -352,9 +349,7 @@ class Builder:
         self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
         for batch in silent.iter_slices(ROLLOUTS_PER_READ):
             for rollouts in self._batch_sizes.of(self._claimed(batch)):
-                frames = self._ended.claimed_frames(rollouts, unbuilt, now)
-                if frames.rollouts.height:
-                    self._build(frames, summary)
+                self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
         for batch in (current, rootless.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
             self._rootless = self._rootless.join(batch, on="TraceId", how="anti")
 
@@ -362,8 +357,12 @@ class Builder:
         return waiting.silence(self._spec, self._waiting_times.quiet_seconds)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
+        if frames.rollouts.is_empty():
+            return
         self._batch_sizes.record(frames)
-        summary.add(self._sink.write(build(frames, self._spec), frames.rollouts))
+        built = build(frames, self._spec)
+        specification.require_unchanged(self._spec, self._reader.spec)  # again: its files were read since
+        summary.add(self._sink.write(built, frames.rollouts))
         self._forget(frames.rollouts)
         if self._rootless.height:
             read = frames.spans["TraceId"].unique()

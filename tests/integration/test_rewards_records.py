@@ -331,3 +331,17 @@ def test_builder_with_edited_rule_file_raises(store: StoreSettings, run: str, tm
         builder.build_ready()
     build(settings, run)
     assert [value for *_, value in rewards(store, run)] == [0.0, 2.0, 4.0]
+
+
+def test_builder_with_rule_file_edited_within_pass_writes_nothing(
+    store: StoreSettings, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent(store, run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "growing_rules.py").write_text(
+        "def rule(calls):\n    with open(__file__, 'a') as file:\n        file.write('#')\n    return calls['Place']\n"
+    )
+    with pytest.raises(BuilderError, match=r"was changed since the builder began"):
+        build(settings_of(store, run, AirRule(name="own", kind="python", reward=1, where="growing_rules:rule")), run)
+    for table in ("transitions", "rewards", "drops", "builds"):
+        assert rows(store, f"SELECT count() FROM {stored(table)} WHERE RunId = '{run}'") == [(0,)]

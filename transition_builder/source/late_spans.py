@@ -20,7 +20,8 @@ from transition_builder.source.discovery import OVERLAP
 
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 _GROUP = [name for name in TALLY if name != "Rows"]
-_COUNTED = {"RunId": pl.String(), "RolloutId": pl.String(), "Rows": pl.UInt64()}
+COUNTED = {"RunId": pl.String(), "RolloutId": pl.String(), "Rows": pl.UInt64()}
+"""Numbers of rows by rollout."""
 
 
 def tally(rows: pl.DataFrame) -> pl.DataFrame:
@@ -48,7 +49,7 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         inherited = own_rows.select("run", "RolloutId", "TraceId").unique().join(unnamed, on="TraceId")
         own_rows = pl.concat([own_rows, inherited.select(own_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
     counted = own_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
-    return conform(counted.rename({"run": "RunId"}), _COUNTED)
+    return conform(counted.rename({"run": "RunId"}), COUNTED)
 
 
 def maybe_incomplete(built: pl.DataFrame) -> pl.DataFrame:
