@@ -204,6 +204,28 @@ def test_export_dropped_calls_without_ids_gives_their_text(store: StoreSettings,
         write(world, "sft", tmp_path / "d.jsonl", dropped=(DropReason.ABORTED,))
 
 
+def test_export_sft_reads_texts_of_log_records(store: StoreSettings, tmp_path: Path) -> None:
+    world = StoredRollouts(store, "ex-logs")
+    world.call("r0", attributes={"gen_ai.response.model": "m", "gen_ai.response.finish_reasons": '["stop"]'}, dropped="no_token_ids")
+    world.call("r0", *chat([user("x")], "y"), dropped="no_token_ids")
+    world.call("r1", attributes={"gen_ai.response.finish_reasons": '["stop"]'}, dropped="no_token_ids")
+    of_call = {"TraceId": world.drops[0]["TraceId"], "SpanId": world.drops[0]["SpanId"], "Timestamp": world.drops[0]["Timestamp"]}
+    records = [
+        ("gen_ai.choice", {"index": 0, "finish_reason": "stop", "message": assistant("hello")}),
+        ("gen_ai.system.message", {"content": "Be brief."}),
+        ("gen_ai.user.message", {"content": "hi"}),
+    ]
+    world.commit()
+    logs = [{**of_call, "EventName": name, "Body": json.dumps(body)} for name, body in [*records, *records]]  # delivered twice
+    world.client.insert("otel.otel_logs", [list(log.values()) for log in logs], column_names=list(logs[0]))
+    done = write(world, "sft", tmp_path / "out.jsonl", dropped=(DropReason.NO_TOKEN_IDS,))
+    assert [row["messages"] for row in lines(tmp_path / "out.jsonl")] == [
+        [SYSTEM, user("hi"), {**assistant("hello"), "weight": 1}],
+        [user("x"), {**assistant("y"), "weight": 1}],
+    ]
+    assert dict(done.tally.left_out) == {"no_text": 1}
+
+
 def test_export_half_of_surrogate_pair_is_written_as_replacement(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-surrogate")
     world.call("r0", *chat([user("cut \ud83d")], "fine \U0001f600"), reward=1.0)

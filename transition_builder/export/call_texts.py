@@ -1,11 +1,11 @@
 """Texts of calls, read from their spans, and rollouts of a part as conversations.
 
-Invariant: a call without a usable text is counted with its reason, once; a span that was delivered twice is read once.
+Invariant: a call without a usable text is counted with its reason, once; a span or a log record that was delivered twice is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -41,9 +41,13 @@ FROM otel.otel_logs
 PREWHERE Timestamp BETWEEN fromUnixTimestamp64Nano({first}) AND fromUnixTimestamp64Nano({last}) AND TraceId IN traces AND SpanId IN spans
 WHERE match(Name, {events})
 ORDER BY Timestamp, Name != 'gen_ai.system.message', Name = 'gen_ai.choice'
+LIMIT 1 BY TraceId, SpanId, Timestamp, Name, Body, mapKeys(LogAttributes), mapValues(LogAttributes)
 """
 
 _Key = tuple[str, str]
+"""Trace and span."""
+_Place = tuple[int, str, str]
+"""Start of a span in nanoseconds since 1970, its trace, and the span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +131,17 @@ def _messages(dialogue: Dialogue) -> tuple[list[Message], Message, list[dict[str
 
 
 def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
-    """Return the dialogue of each call, in their order."""
-    ordered = sorted({(_time(call), call["TraceId"], call["SpanId"]) for call in calls})
-    contents: dict[_Key, SpanText] = {}
-    for start in range(0, len(ordered), _SPANS_A_QUERY):
-        contents |= _read(client, url, ordered[start : start + _SPANS_A_QUERY])
-    return [_dialogue(contents.get((call["TraceId"], call["SpanId"])), call["ChoiceIndex"]) for call in calls]
+    """Return the dialogue of each call, in their order; log records are read for spans that hold none."""
+    places = [(_time(call), call["TraceId"], call["SpanId"]) for call in calls]
+    contents = _contents(client, url, places)
+    dialogues = [_dialogue(contents.get(place[1:]), call["ChoiceIndex"]) for place, call in zip(places, calls, strict=True)]
+    silent = [at for at, dialogue in enumerate(dialogues) if dialogue is LeftOut.NO_TEXT and places[at][1:] in contents]
+    records = _records(client, url, [places[at] for at in silent])
+    for at in silent:
+        if events := records.get(places[at][1:]):
+            span = contents[places[at][1:]]
+            dialogues[at] = _dialogue(SpanText(span.attributes, [*span.events, *events]), calls[at]["ChoiceIndex"])
+    return dialogues
 
 
 def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
@@ -149,9 +158,25 @@ def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
         return LeftOut.UNREADABLE_TEXT
 
 
-def _read(client: Client, url: str, spans: Sequence[tuple[int, str, str]]) -> dict[_Key, SpanText]:
-    def filled(query: str, among: Sequence[tuple[int, str, str]], slack: int) -> str:
-        return query.format(
+def _contents(client: Client, url: str, spans: Collection[_Place]) -> dict[_Key, SpanText]:
+    rows = _rows(client, url, _QUERY, spans, _SLACK_NS)
+    return {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
+
+
+def _records(client: Client, url: str, spans: Collection[_Place]) -> dict[_Key, list[tuple[str, Mapping[str, str]]]]:
+    """Return the log records on spans that hold texts, as events."""
+    events: dict[_Key, list[tuple[str, Mapping[str, str]]]] = {}
+    for trace, span, name, attributes, body in _rows(client, url, _LOGS, spans, _LOG_SLACK_NS):
+        events.setdefault((trace, span), []).append((name, {**attributes, "body": body}))
+    return events
+
+
+def _rows(client: Client, url: str, query: str, spans: Collection[_Place], slack: int) -> Iterator[Sequence[Any]]:
+    """Yield the rows that a query has of spans; they may be at most `slack` nanoseconds younger than the starts of those."""
+    ordered = sorted(set(spans))
+    for start in range(0, len(ordered), _SPANS_A_QUERY):
+        among = ordered[start : start + _SPANS_A_QUERY]
+        filled = query.format(
             traces=constant(dict.fromkeys(trace for _, trace, _ in among)),
             spans=constant(dict.fromkeys(span for _, _, span in among)),
             attributes=_regular(ATTRIBUTES),
@@ -159,24 +184,9 @@ def _read(client: Client, url: str, spans: Sequence[tuple[int, str, str]]) -> di
             first=among[0][0] - _SLACK_NS,
             last=among[-1][0] + slack,
         )
-
-    with store_errors(url):
-        rows = client.query(filled(_QUERY, spans, _SLACK_NS)).result_rows
-    contents = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
-    # Texts that no attribute holds may be in log records.
-    silent = [
-        (start, trace, span)
-        for start, trace, span in spans
-        if (trace, span) in contents and not contents[trace, span].attributes and not contents[trace, span].events
-    ]
-    if silent:
         with store_errors(url):
-            logs = client.query(filled(_LOGS, silent, _LOG_SLACK_NS)).result_rows
-        events: dict[_Key, list[tuple[str, Mapping[str, str]]]] = {}
-        for trace, span, name, attributes, body in logs:
-            events.setdefault((trace, span), []).append((name, {**attributes, "body": body}))
-        contents |= {key: SpanText({}, span_events) for key, span_events in events.items() if key in contents}
-    return contents
+            rows = client.query(filled).result_rows
+        yield from rows
 
 
 def _time(call: Mapping[str, Any]) -> int:
