@@ -94,6 +94,22 @@ def test_dialogue_of_responses() -> None:
         dialogue({**request, "previous_response_id": "r"}, answer, 0)
 
 
+def test_dialogue_of_responses_keeps_reasoning_between_items() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    text, tool = {"type": "message", "role": "assistant", "content": "so"}, {"type": "function_call", "call_id": "c1", "name": "add"}
+    calling = {"role": "assistant", "content": "so", "tool_calls": [call("{}")]}
+    for items, reasoning in {
+        (0, 2, 1, 3): "a\nb",
+        (2, 1, 3): "b",
+        (0, 1, 2, 3): "a\nb",
+    }.items():
+        given = [(thought("a"), thought("b"), text, tool)[item] for item in items]
+        assert dialogue({"input": given}, {"output": given}, 0).reply == {**calling, "reasoning_content": reasoning}
+        assert dialogue({"input": given}, {"output": given}, 0).prompt == [{**calling, "reasoning_content": reasoning}]
+
+
 def test_dialogue_of_anthropic_messages() -> None:
     request = {
         "system": [{"type": "text", "text": "Be good."}],

@@ -266,7 +266,7 @@ def response_messages(items: Iterable[object]) -> list[Message]:
                 messages.append(message("tool", fields.get("output"), tool_call_id=fields.get("call_id")))
             case "reasoning":
                 reasoning_text = text(fields.get("content") or fields.get("summary") or "")
-                reasoning = reasoning_text if isinstance(reasoning_text, str) else ""
+                reasoning = _lines(reasoning, reasoning_text if isinstance(reasoning_text, str) else "")
                 continue
             case kind:
                 raise UnreadableError(f"an item is of type {kind}")
@@ -281,9 +281,16 @@ def _append(messages: list[Message], addition: Message) -> None:
         messages.append(addition)
         return
     last["content"] = last["content"] or addition["content"]
+    if reasoning := _lines(last.get("reasoning_content", ""), addition.get("reasoning_content", "")):
+        last["reasoning_content"] = reasoning
     last["tool_calls"] = [*last.get("tool_calls", ()), *addition.get("tool_calls", ())]
     if not last["tool_calls"]:
         del last["tool_calls"]
+
+
+def _lines(*texts: str) -> str:
+    """Join the texts that are not empty by line breaks."""
+    return "\n".join(filter(None, texts))
 
 
 def _dict(value: object) -> dict[str, Any]:
