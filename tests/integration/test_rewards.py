@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -224,6 +225,31 @@ def test_rewards_list_shows_rewards_and_files(world: World, tmp_path: Path, caps
     (file,) = (line for line in words if line[:1] == ["brevity.sql"])
     assert file[1] == world.settings().builder.sql_hash("brevity")
     assert f"{world.run}@1" in printed
+
+
+@pytest.mark.parametrize(
+    ("scope", "name", "attributes", "output"),
+    [
+        ("mlflow.tracing.provider", "Completions", {"mlflow.spanType": '"CHAT_MODEL"'}, "mlflow.spanOutputs"),
+        ("agentlightning", "openai.chat.completion", {"agentlightning.operation.name": "chat"}, "agentlightning.operation.output"),
+    ],
+    ids=["mlflow", "agent lightning"],
+)
+def test_rules_read_direct_mode_answers_of_each_convention(
+    store: StoreSettings, scope: str, name: str, attributes: dict[str, str], output: str
+) -> None:
+    run = f"rewards-{uuid.uuid4().hex[:8]}"
+    spans = SpanFactory(run=run)
+    root = spans.root()
+    spans.evaluation(root)
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": [4], "message": {"content": "no"}}
+    answer = json.dumps({"id": "a", "object": "chat.completion", "choices": [choice], "prompt_token_ids": [1]})
+    spans.span(name, root, scope=scope, Attributes={**attributes, output: answer})
+    post(store, spans.otlp())
+    rule = AirRule(name="form", kind="unparsable_output", reward=-1.0, form="yes")
+    loop.build_once(Settings(store=store, builder=BuilderSettings(dataset=run, quiet_seconds=0, rules=(rule,))))
+    given = connect(store).query(f"SELECT Name, Value FROM spangrad.rewards WHERE RunId = '{run}' ORDER BY Name").result_rows
+    assert [tuple(row) for row in given] == [("form", -1.0), ("reward", 1.0)]
 
 
 def _names(names: Sequence[str]) -> Any:

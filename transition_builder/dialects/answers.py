@@ -19,6 +19,8 @@ from transition_builder.dialects.conventions import agent_lightning, mlflow
 from transition_builder.dialects.describe import conventions
 from transition_builder.dialects.reading import attribute, unquoted
 
+ANSWER_ATTRIBUTES = (semconv.OPENINFERENCE_OUTPUT, mlflow.OUTPUTS, agent_lightning.OUTPUT)
+"""Attributes that may hold an engine's raw answer."""
 _WITHOUT = (
     "spangrad.",
     "opentelemetry.instrumentation.httpx",
@@ -43,7 +45,7 @@ _ANSWER = f"""Tuple(
         generations Array({_GENERATION})
     )
 )"""
-_WEAVE = "agentlightning.operation.output"
+_WEAVE = agent_lightning.OUTPUT
 _WEAVE_IDS = (
     f"{_WEAVE}.response_token_ids.0",
     f"{_WEAVE}.choices.0.token_ids",
@@ -87,7 +89,7 @@ WITH
         extractAll({_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, '{_PART}'),
         extractAll(value, '{_PART}')
     ) AS part_types,
-    {_first(semconv.OPENINFERENCE_OUTPUT, mlflow.OUTPUTS, _WEAVE)} AS value,
+    {_first(*ANSWER_ATTRIBUTES)} AS value,
     JSONExtract(value, '{_ANSWER}') AS answer,
     {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
     {_ids("response_token_ids", *_WEAVE_IDS)} AS response_ids,

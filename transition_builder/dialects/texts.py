@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from spangrad import semconv
 from spangrad.errors import JSON_ERRORS
+from transition_builder.dialects.answers import ANSWER_ATTRIBUTES
 from transition_builder.dialects.conventions import langfuse, mlflow
 from transition_builder.dialects.messages import (
     CUT,
@@ -53,7 +54,7 @@ _PAIRS = (
     (mlflow.INPUTS, mlflow.OUTPUTS),
     ("gen_ai.prompt", "gen_ai.completion"),
 )
-RESPONSES = (semconv.RESPONSE_JSON, semconv.OPENINFERENCE_OUTPUT, "gen_ai.output.messages")
+RESPONSES = (semconv.RESPONSE_JSON, *ANSWER_ATTRIBUTES, "gen_ai.output.messages")
 """Attributes that may hold a whole response, without its request."""
 _GEN_AI_PARTS = frozenset({"text", "reasoning", "tool_call", "tool_call_response"})
 

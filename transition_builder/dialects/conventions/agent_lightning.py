@@ -17,6 +17,7 @@ from transition_builder.dialects.reading import NO, OF_CLIENT, AttributeColumns,
 SCOPES = r"^(agentlightning|agentops)\b"
 SPAN_KIND = "agentops.span.kind"
 OPERATION = "agentlightning.operation."
+OUTPUT = f"{OPERATION}output"
 MARKS = (
     SPAN_KIND,
     "agentlightning.operation.name",
