@@ -75,7 +75,8 @@ class Builder:
             on_progress: called with the progress.
 
         Raises:
-            BuilderError: the specification is invalid.
+            BuilderError: a rule, or the file of an SQL reward, is invalid.
+            SettingsError: a pattern of the selection is no regular expression, or a file is not there.
             StoreError: the store does not answer.
         """
         specification.check(settings.builder)

@@ -48,5 +48,5 @@ def serve_metrics(address: str, lags: Callable[[], Lags]) -> None:
     registry.register(BuilderMetrics(lags))
     try:
         start_http_server(int(port), host, registry)
-    except OSError as error:
-        raise SettingsError(f"builder.metrics_address = {address!r} cannot be bound ({error.strerror}). Choose another address.") from error
+    except (OSError, OverflowError) as error:  # the latter: a port above 65535
+        raise SettingsError(f"builder.metrics_address = {address!r} cannot be bound ({error}). Choose another address.") from error

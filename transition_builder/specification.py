@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spangrad.errors import BuilderError
-from spangrad.selection import pattern_fault
+from spangrad.selection import conditions
 from spangrad.settings import BuilderSettings
 from transition_builder.rewards import air
 
@@ -12,12 +12,11 @@ def check(spec: BuilderSettings) -> None:
     """Check, before anything is built, that the rules and the selection can be evaluated.
 
     Raises:
-        BuilderError: a pattern is no regular expression, or a rule cannot be evaluated.
+        BuilderError: a rule cannot be evaluated.
+        SettingsError: a pattern of the selection is no regular expression.
     """
     air.check(spec)
-    for name, pattern in spec.selection.model_dump().items():
-        if reason := pattern_fault(pattern or ""):
-            raise BuilderError(f"builder.selection.{name} = {pattern!r} is no regular expression: {reason}. Fix it.")
+    conditions(spec.selection)
 
 
 def require_unchanged(spec: BuilderSettings, began_as: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spangrad.errors import BuilderError, StoreError
+from spangrad.errors import SettingsError, StoreError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store.datasets import builds_sql, rows_sql
@@ -634,9 +635,11 @@ def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) ->
     assert "1 rollouts: 1 transitions, 0 drops, 1 rewards" in log.read_text()
 
 
-def test_build_once_with_invalid_selection_pattern_raises() -> None:
-    with pytest.raises(BuilderError, match=r"builder.selection.agents = '\(' is no regular expression: .*unclosed group"):
-        build_once(Settings(builder=BuilderSettings(selection=Selection(agents="("))))
+@pytest.mark.parametrize("pattern", ["(", "(?x)a # b"])  # the latter is one alone, and none where it must match in full
+def test_build_once_with_invalid_selection_pattern_raises(pattern: str) -> None:
+    expected = rf"selection\.agents = '{re.escape(pattern)}' is no regular expression \(unclosed group\)"
+    with pytest.raises(SettingsError, match=expected):
+        build_once(Settings(builder=BuilderSettings(selection=Selection(agents=pattern))))
 
 
 def test_build_once_without_store_raises_with_remedy() -> None:

@@ -85,8 +85,9 @@ def silent() -> pl.DataFrame:
     return pl.DataFrame({"Mode": ["", ""], "RolloutKey": ["t", "t"], "IngestedAt": [NOW - timedelta(seconds=7), NOW]})
 
 
-def test_serve_metrics_at_a_taken_address_raises_with_remedy() -> None:
+def test_serve_metrics_at_an_unusable_address_raises_with_remedy() -> None:
     (port,) = free_ports(1)
     serve_metrics(f"127.0.0.1:{port}", dict)
-    with pytest.raises(SettingsError, match=r"builder\.metrics_address = .* cannot be bound .*Choose another address"):
-        serve_metrics(f"127.0.0.1:{port}", dict)
+    for unusable in (port, 99999):
+        with pytest.raises(SettingsError, match=r"builder\.metrics_address = .* cannot be bound .*Choose another address"):
+            serve_metrics(f"127.0.0.1:{unusable}", dict)
