@@ -1,1 +1,1 @@
-"""Encoders of wire formats that several stages write."""
+"""Wire formats that several stages write or read."""

@@ -21,6 +21,7 @@ ANSWER: dict[str, Any] = {
     "spangrad": {"policy": "policy", "versions": [[[0, 7]]], "tokenizer_hash": "tok", "sampling": SAMPLING},
 }
 SPOKEN = 'of {"type": "image_url"} and "file"'
+TOOL_USE = {"type": "tool_use", "id": "t", "name": "open", "input": {"type": "file", "modality": "image"}}
 PART = "llm.input_messages.1.message.contents.0.message_content.type"
 
 
@@ -75,6 +76,13 @@ def test_calls_insert_accepts_any_relaxed_and_modality_attribute(
         ({"input.value": request({"type": "input_audio", "input_audio": {}}), PART: "image"}, "audio,image"),
         ({"input.value": json.dumps({"input": [{"content": [{"type": "input_file", "file_id": "f"}]}]})}, "file"),
         ({"input.value": request({"type": "image_url"})[:-3]}, "image"),  # an attribute that was cut
+        ({"input.value": request({"type": "image_embeds", "image_embeds": "A" * 100})}, "image"),
+        ({"input.value": request({"image_url": {"url": "data:\n" + "A" * 100}})}, "image"),  # vLLM takes parts that name no type
+        ({"input.value": request({"type": "image"}).replace('"image"', '"\\u0069mage"')}, "image"),
+        ({"input.value": json.dumps({"prompt": "say", "prompt_embeds": "AAAA"})}, "embeddings"),
+        ({"input.value": json.dumps({"messages": [{"role": "assistant", "content": [TOOL_USE]}]})}, ""),
+        ({"input.value": json.dumps({"messages": [], "audio": {"voice": "alloy"}})}, ""),
+        ({"gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "uri", "modality": "video", "uri": "u"}]}])}, "video"),
         ({"input.value": '"type": "' * 10_000}, ""),
         ({"input.value": json.dumps({"tools": [{"type": "image_generation"}], "messages": []})}, ""),
     ],

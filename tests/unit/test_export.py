@@ -95,7 +95,7 @@ def test_dialogue_of_responses() -> None:
 
 
 def test_dialogue_of_responses_keeps_reasoning_between_items() -> None:
-    def thought(text: str) -> dict[str, Any]:
+    def reasoned(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
 
     text, tool = {"type": "message", "role": "assistant", "content": "so"}, {"type": "function_call", "call_id": "c1", "name": "add"}
@@ -105,7 +105,7 @@ def test_dialogue_of_responses_keeps_reasoning_between_items() -> None:
         (2, 1, 3): "b",
         (0, 1, 2, 3): "a\nb",
     }.items():
-        given = [(thought("a"), thought("b"), text, tool)[item] for item in items]
+        given = [(reasoned("a"), reasoned("b"), text, tool)[item] for item in items]
         assert dialogue({"input": given}, {"output": given}, 0).reply == {**calling, "reasoning_content": reasoning}
         assert dialogue({"input": given}, {"output": given}, 0).prompt == [{**calling, "reasoning_content": reasoning}]
 

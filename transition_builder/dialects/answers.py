@@ -11,9 +11,16 @@ What is read, the first that is there:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
 import polars as pl
 
 from spangrad import semconv
+from spangrad.encoding import content_parts
+from spangrad.errors import JSON_ERRORS
 from transition_builder.dialects import scopes
 from transition_builder.dialects.conventions import agent_lightning, mlflow
 from transition_builder.dialects.describe import conventions
@@ -52,15 +59,12 @@ _WEAVE_IDS = (
     f"{_WEAVE}.choices.0.provider_specific_fields.token_ids",
 )
 
-_KINDS = {
-    "image": ("image", "image_url", "input_image", "image_generation_call", "computer_screenshot"),
-    "audio": ("audio", "audio_url", "input_audio", "output_audio"),
-    "video": ("video", "video_url", "input_video"),
-    "file": ("file", "input_file", "document"),
-}
-"""Kinds of content that are not text, and the types of parts that hold them, the same as those of the gateway and calls."""
-_PART = r'"(?:type|modality)"\\s*:\\s*"([a-z_]+)"'
-"""Pattern of the type of a part in a request or response as JSON; a text's own quotes are escaped there."""
+_CONVERSATION = ("messages", "input", "prompt", "system")
+"""Fields of a request that hold its prompt."""
+_TYPE = re.compile(rb'"(?:type|modality)"\s*:\s*"([a-z_]+)"')
+"""Pattern of the type of a part in JSON; a text's own quotes are escaped there."""
+_MARKS = [*(f'"{name}"' for name in content_parts.NAMES), '"prompt_embeds"', "\\u006", "\\u007"]
+"""Texts without one of which JSON holds nothing but text; the last ones begin a letter that is escaped."""
 
 
 def _attribute_sql(name: str) -> str:
@@ -76,20 +80,16 @@ def _ids(*names: str) -> str:
     return f"JSONExtract({_first(*names)}, 'Array(UInt32)')"
 
 
-def _transformed(type_: str) -> str:
-    """Return SQL for the kind of content of a part's type; empty: text, or no part's type."""
-    kinds = {name: kind for kind, names in _KINDS.items() for name in names}
-    return f"transform({type_}, {list(kinds)}, {list(kinds.values())}, '')"
-
-
 ANSWER_SQL = f"""
 WITH
-    arrayConcat(
-        mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes)),
-        extractAll({_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, '{_PART}'),
-        extractAll(value, '{_PART}')
-    ) AS part_types,
     {_first(*ANSWER_ATTRIBUTES)} AS value,
+    arrayConcat(
+        arrayMap(
+            type -> toJSONString(map('type', type)),
+            mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes))
+        ),
+        [{_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, value]
+    ) AS texts,
     JSONExtract(value, '{_ANSWER}') AS answer,
     {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
     {_ids("response_token_ids", *_WEAVE_IDS)} AS response_ids,
@@ -130,9 +130,10 @@ SELECT
     sampling.temperature AS Temperature, sampling.top_p AS TopP, sampling.top_k AS TopK, sampling.min_p AS MinP,
     sampling.presence_penalty AS PresencePenalty, sampling.frequency_penalty AS FrequencyPenalty,
     sampling.repetition_penalty AS RepetitionPenalty, sampling.constrained AS Constrained,
-    arrayStringConcat(
-        arraySort(arrayDistinct(arrayFilter(kind -> kind != '', arrayMap(type -> {_transformed("type")}, part_types)))), ','
-    ) AS Modality
+    -- Without encoded images, which are long; the letter makes an escape of a backslash before one.
+    arrayMap(
+        text -> replaceRegexpAll(text, '[A-Za-z0-9+/=_-]{{64,}}', 'n'), arrayFilter(text -> multiSearchAny(text, {_MARKS}), texts)
+    ) AS Contents
 FROM otel.otel_traces
 LEFT ARRAY JOIN choices AS choice
 WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
@@ -141,8 +142,30 @@ WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
 LIMIT 1 BY TraceId, SpanId, ChoiceIndex
 """
 """Query of the engine's extra fields, typed in the database: a row a choice, one empty row where the span holds no answer with ids.
+Contents: prompt and response as JSON, where they may hold something else than text.
 
 Parameters: services, names, traces, spans (tuples of text), first, last (nanoseconds since the epoch)."""
+
+
+def with_modality(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return rows of `ANSWER_SQL`, with the column Modality in place of Contents."""
+    contents = rows["Contents"].cast(pl.List(pl.Binary))  # a store may hold text that is not UTF-8
+    return rows.drop("Contents").with_columns(Modality=pl.Series([_modality(texts) for texts in contents.to_list()], dtype=pl.String))
+
+
+def _modality(texts: Iterable[bytes]) -> str:
+    contents, prompt_embeds = list[Any](), list[Any]()
+    for text in texts:
+        try:
+            value = msgspec.json.decode(text)
+        except JSON_ERRORS:
+            # An attribute that was cut.
+            contents += [{"type": name.decode()} for name in _TYPE.findall(text)] if text[:1] in (b"{", b"[") else []
+            continue
+        prompts = [value[name] for name in _CONVERSATION if name in value] if isinstance(value, dict) else []
+        contents += prompts or [value]
+        prompt_embeds += [value.get("prompt_embeds")] if prompts else []
+    return content_parts.modality(contents, any(prompt_embeds))
 
 
 def holds_answer(spans: pl.DataFrame) -> pl.Series:

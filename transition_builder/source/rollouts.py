@@ -17,9 +17,9 @@ import polars as pl
 
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, constant
-from transition_builder import dialects
 from transition_builder.calls.uncovered import uncovered
 from transition_builder.completeness.resolve import NAMED, claim
+from transition_builder.dialects import answers
 from transition_builder.dialects.conventions.gateway import IS_GATEWAY
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import responses, sql, tool_records
@@ -222,18 +222,18 @@ class RolloutReader:
         dropped = arrivals.select(pl.col(*DROPPED).filter("Dropped")).unique()
         # One chunk makes each step of a build cheaper.
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
-        answers = self._answers(spans, calls)
+        answered = self._answers(spans, calls)
         store = (self._reader.client, self._reader.url, self._settings.builder)
-        given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answers)
+        given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answered)
         records = tool_records.read(self._reader, self._settings.builder, spans)
-        return Frames(rollouts, spans, calls, answers, given, responded, dropped, owners, *records)
+        return Frames(rollouts, spans, calls, answered, given, responded, dropped, owners, *records)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         """Return the answers in openai-level spans without a gateway call below them; `output.value` is too long for the lean table."""
         holders = uncovered(spans, calls)
         parts = list[pl.DataFrame]()
         for batch in holders.sort("Timestamp").iter_slices(KEYS_A_STATEMENT):
-            answered = self._reader.frame(dialects.ANSWER_SQL % span_constants(batch))
+            answered = answers.with_modality(self._reader.frame(answers.ANSWER_SQL % span_constants(batch)))
             parts.append(answered.join(batch, on=SPAN, how="semi"))
         return concat(parts, ANSWERS)
 
