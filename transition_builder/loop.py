@@ -14,7 +14,6 @@ from spangrad.errors import RuleError, StoreError
 from spangrad.settings import Settings
 from transition_builder.builder import Builder
 from transition_builder.metrics import serve_metrics
-from transition_builder.stopping import stoppable
 from transition_builder.summary import ProgressCallback, Summary
 
 log = logging.getLogger(__name__)
@@ -55,8 +54,8 @@ def rebuild(settings: Settings, since: datetime, on_progress: ProgressCallback, 
     return Builder(settings, since=since, run=run, force=True, on_progress=on_progress).build_ready()
 
 
-def follow(settings: Settings) -> None:
-    """Build rollouts as they become complete, until SIGTERM or SIGINT.
+def follow(settings: Settings) -> NoReturn:
+    """Build rollouts as they become complete, until the process ends.
 
     Failures of the store are retried with back-off once it has answered, and those of Python rules and expressions after the first pass.
 
@@ -65,18 +64,17 @@ def follow(settings: Settings) -> None:
         RuleError: a rule fails in the first pass.
         StoreError: the store does not answer, or refuses the settings, before the first pass.
     """
-    with stoppable():
-        builder = _started(settings)
-        if settings.builder.metrics_address:
-            serve_metrics(settings.builder.metrics_address, builder.lags)
-        # The first pass may take hours; a rule that fails in it is one that was just set, and is shown at once.
-        _retrying(StoreError)(builder.build_ready)
-        retrying = _retrying(StoreError, RuleError)
+    builder = _started(settings)
+    if settings.builder.metrics_address:
+        serve_metrics(settings.builder.metrics_address, builder.lags)
+    # The first pass may take hours; a rule that fails in it is one that was just set, and is shown at once.
+    _retrying(StoreError)(builder.build_ready)
+    retrying = _retrying(StoreError, RuleError)
 
-        def build(urgent: bool) -> None:
-            retrying(builder.build_ready, urgent=urgent)
+    def build(urgent: bool) -> None:
+        retrying(builder.build_ready, urgent=urgent)
 
-        repeat(lambda: bool(retrying(builder.wait)), build, settings.builder.poll_seconds)
+    repeat(lambda: bool(retrying(builder.wait)), build, settings.builder.poll_seconds)
 
 
 def _retrying(*errors: type[Exception]) -> tenacity.Retrying:

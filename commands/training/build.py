@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from datetime import datetime
@@ -11,6 +12,8 @@ from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.errors import SettingsError
+
+log = logging.getLogger(__name__)
 
 
 def build(
@@ -39,9 +42,14 @@ def build(
 
     if follow:
         from spangrad.http.readiness import await_services, need_of_store
+        from spangrad.processes import end_by_interrupt
 
-        await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
-        loop.follow(settings)
+        end_by_interrupt()
+        try:
+            await_services(need_of_store(settings), settings.engine.start_timeout_seconds)
+            loop.follow(settings)
+        except KeyboardInterrupt:  # nothing needs to be finished: every write is idempotent
+            log.info("stopped")
     elif not everything:
         loop.build_once(settings)
     else:

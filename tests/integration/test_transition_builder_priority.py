@@ -130,18 +130,11 @@ def test_builder_lags_give_age_and_number_by_mode(store: StoreSettings) -> None:
     assert lags["validate"] == (0.0, 0)
 
 
-_FOLLOW = """
-import sys
-from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder.loop import follow
-builder = BuilderSettings(selection=Selection(agents=".*|woken"), poll_seconds=60, metrics_address=sys.argv[2])
-follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=builder))
-"""
-
-
 def test_build_follow_wakes_when_a_root_arrives_and_serves_metrics(store: StoreSettings, tmp_path: Path) -> None:
     (port,) = free_ports(1)
-    follower = ForkedChild("follower", ["-c", _FOLLOW, store.url, f"127.0.0.1:{port}"], tmp_path / "log")
+    builder = {"selection.agents": ".*|woken", "poll_seconds": 60, "metrics_address": f"127.0.0.1:{port}"}
+    chosen = [f"--set=builder.{name}={value}" for name, value in builder.items()]
+    follower = ForkedChild("follower", ["-m", "spangrad", "build", "--follow", f"--set=store.url={store.url}", *chosen], tmp_path / "log")
     try:
 
         def scrape() -> str:

@@ -597,16 +597,6 @@ def test_builders_run_concurrently_build_each_rollout_once(store: StoreSettings)
     assert (revisions(store, "shared"), rows(store, written)) == (once, [(60,), (60,)])
 
 
-_FOLLOW = """
-import logging, sys
-from spangrad.settings import AirRule, BuilderSettings, Selection, Settings, StoreSettings
-from transition_builder import batch_sizes
-from transition_builder.loop import follow
-logging.basicConfig(level="INFO")
-follow(Settings(store=StoreSettings(url=sys.argv[1]), builder=BuilderSettings(selection=Selection(agents=sys.argv[2]))))
-"""
-
-
 def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) -> None:
     store = store_settings(tmp_path / "data")
     log = tmp_path / "follow.log"
@@ -618,8 +608,9 @@ def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) ->
     root = after.root("two", calls=1)
     after.evaluation(root)
     linked_call(after, root, rollout="two")
+    chosen = [f"--set=store.url={store.url}", "--set=builder.selection.agents=.*|follow"]
     with running_store(store, tmp_path / "store.log"):
-        follower = ForkedChild("follower", ["-c", _FOLLOW, store.url, ".*|follow"], log)
+        follower = ForkedChild("follower", ["-m", "spangrad", "build", "--follow", *chosen], log)
         post(store, spans.otlp())
         wait_until(lambda: len(outcome(store, "follow")[0]) == 1, 30, "the first build", [follower])
     try:
