@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from statistics import median
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ class Reader:
         """Read what the builder judges and builds a batch by. Judging costs extra, and has no part in this."""
         arrivals, first = self._meter.measure(lambda: self._source.arrivals(batch))
         owners, between = self._meter.measure(lambda: self._source.owners(arrivals))
-        rollouts = decide(facts(arrivals, owners), self._source.now(), self._settings.builder)
+        rollouts = decide(facts(arrivals, owners), datetime.now(UTC), self._settings.builder)
         frames, second = self._meter.measure(lambda: self._source.frames(rollouts, arrivals, owners))
         return frames, Cost(*map(sum, zip(*(asdict(cost).values() for cost in (first, between, second)), strict=True)))
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
     from spangrad.settings import Settings
-    from transition_builder.export.formats import Exported
+    from transition_builder.export.reading import ExportReader
 
 Several = Annotated[list[str] | None, Parameter(negative=())]
 
@@ -165,7 +165,7 @@ def _stopped(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _show(done: Exported, out: Path) -> None:
+def _show(done: ExportReader, out: Path) -> None:
     """Print the numbers of calls written and left out, by reason, with their sum."""
     from commands.console import print_table
 

@@ -19,6 +19,7 @@ from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.dialects import golden_files
 from transition_builder import dialects
+from transition_builder.dialects.answers import ANSWER_SQL
 
 SAMPLING = {
     "temperature": 0.5,
@@ -133,7 +134,7 @@ def test_answer_sql_reads_ids_of_every_dialect(store: StoreSettings, attributes:
     trace = uuid.uuid4().hex
     (own,) = sent(store, trace, [("a", "answered", attributes)])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
-    rows = connect(store).query(dialects.ANSWER_SQL, parameters).result_rows
+    rows = connect(store).query(ANSWER_SQL, parameters).result_rows
     width = len(NOTHING)
     assert sorted((tuple(row[:2]), tuple(row[2 : 2 + width])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
     sampling = tuple(SAMPLING.values())

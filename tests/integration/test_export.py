@@ -26,8 +26,8 @@ from tests.support.built_rollouts import START, StoredRollouts, assistant, chat,
 from tests.support.processes import run_spangrad
 from tests.support.spans import SpanFactory
 from trainer.optim.process import choose_platform
-from transition_builder.export.formats import FORMATS, Exported, export
-from transition_builder.export.reading import ExportSelection
+from transition_builder.export.formats import FORMATS, export
+from transition_builder.export.reading import ExportReader, ExportSelection
 from transition_builder.export.tally import LeftOut
 from transition_builder.loop import build_once
 
@@ -41,7 +41,7 @@ ASKS = {
 ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 
-def write(world: StoredRollouts, name: str, out: Path, **selection: Any) -> Exported:
+def write(world: StoredRollouts, name: str, out: Path, **selection: Any) -> ExportReader:
     options = {key: selection.pop(key) for key in ("force", "min_margin") if key in selection}
     return export(world.client, world.store.url, name, ExportSelection(selection.pop("dataset", world.name), **selection), out, **options)
 

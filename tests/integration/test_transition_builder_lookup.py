@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import polars as pl
@@ -74,7 +75,7 @@ def named(store: StoreSettings, rollouts: range) -> pl.DataFrame:
 def read(source: RolloutReader, rollouts: pl.DataFrame) -> Frames:
     arrivals = source.arrivals(rollouts)
     owners = source.owners(arrivals)
-    return source.frames(decide(facts(arrivals, owners), source.now(), BuilderSettings()), arrivals, owners)
+    return source.frames(decide(facts(arrivals, owners), datetime.now(UTC), BuilderSettings()), arrivals, owners)
 
 
 def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame:
@@ -151,7 +152,7 @@ def test_rollout_reader_calls_of_few_rollouts_are_read_once(full: StoreSettings)
     rollouts = named(full, WORKLOAD.steps(0)[2][8:16])
     arrivals = source.arrivals(rollouts)
     owners = source.owners(arrivals)
-    judged = decide(facts(arrivals, owners), source.now(), BuilderSettings())
+    judged = decide(facts(arrivals, owners), datetime.now(UTC), BuilderSettings())
     part, whole = source.frames(judged[:3], arrivals, owners), source.frames(judged, arrivals, owners)
     of_part = pl.col("RolloutKey").is_in(judged[:3]["RolloutId"].implode())
     assert_frame_equal(comparable(part.calls), comparable(whole.calls.filter(of_part)))

@@ -14,7 +14,7 @@ from spangrad.types import call_id
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
-from transition_builder.rewards import rule_hash
+from transition_builder.rewards.air import rule_hash
 from transition_builder.schemas import SQL_REWARDS
 
 

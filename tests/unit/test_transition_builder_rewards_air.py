@@ -17,8 +17,7 @@ from spangrad.types import DropReason, call_id, remedy
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
-from transition_builder.rewards import check, rule_hash
-from transition_builder.rewards.air import RULES
+from transition_builder.rewards.air import RULES, check, rule_hash
 from transition_builder.schemas import RESPONSES, SQL_REWARDS
 
 Answer = tuple[str, str, list[tuple[str, str]]]

@@ -16,7 +16,7 @@ from spangrad.settings import AirRule, BuilderSettings
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
 from transition_builder.frames import Built
-from transition_builder.rewards import check, rule_hash
+from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.rules.columns import COLUMNS, IDENTITY
 from transition_builder.schemas import TOOL_EVENTS
 

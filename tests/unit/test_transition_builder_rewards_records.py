@@ -14,7 +14,7 @@ from spangrad.settings.sources import load_settings
 from spangrad.types import call_id
 from tests.support.spans import SpanFactory
 from transition_builder.build import build
-from transition_builder.rewards import check
+from transition_builder.rewards.air import check
 from transition_builder.rewards.rules.columns import used
 from transition_builder.schemas import TOOL_EVENTS, TOOL_LOGS
 

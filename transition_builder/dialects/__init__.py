@@ -7,10 +7,9 @@ where it seems to have called a model.
 
 from __future__ import annotations
 
-from transition_builder.dialects.answers import ANSWER_SQL, holds_answer
+from transition_builder.dialects.answers import holds_answer
 from transition_builder.dialects.calls import asked_tools, calls
 from transition_builder.dialects.describe import describe
 from transition_builder.dialects.model_spans import MODEL_SPAN_SQL
-from transition_builder.dialects.reading import attribute
 
-__all__ = ["ANSWER_SQL", "MODEL_SPAN_SQL", "asked_tools", "attribute", "calls", "describe", "holds_answer"]
+__all__ = ["MODEL_SPAN_SQL", "asked_tools", "calls", "describe", "holds_answer"]

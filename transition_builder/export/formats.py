@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.errors import BuilderError
-from spangrad.store.datasets import Dataset
 from spangrad.types import DropReason
 from transition_builder.export.files import made_whole
 from transition_builder.export.reading import ExportReader, ExportSelection
-from transition_builder.export.tally import ExportTally
 from transition_builder.export.writers.hugging_face import write_hugging_face
 from transition_builder.export.writers.parquet import write_parquet
 from transition_builder.export.writers.preferences import write_preferences
@@ -47,14 +45,6 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """Result of an export."""
-
-    dataset: Dataset
-    tally: ExportTally
-
-
 def require_place(name: str, dropped: Collection[DropReason]) -> None:
     """Raise if dropped calls are requested and the format of FORMATS takes none.
 
@@ -76,8 +66,8 @@ def export(
     force: bool = False,
     min_margin: float = 0.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Exported:
-    """Write a dataset in one of FORMATS.
+) -> ExportReader:
+    """Write a dataset in one of FORMATS; return what it was read with, for its tally.
 
     Args:
         client: of the store.
@@ -100,4 +90,4 @@ def export(
         reader = ExportReader(client, url, request, progress)
         write(reader, path)
         reader.tally.check()
-    return Exported(reader.dataset, reader.tally)
+    return reader

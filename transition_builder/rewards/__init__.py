@@ -15,14 +15,13 @@ import polars as pl
 from spangrad.settings import BuilderSettings
 from transition_builder.frames import Frames, concat, conform
 from transition_builder.rewards import air, evaluations, precedence
-from transition_builder.rewards.air import check, rule_hash
 from transition_builder.rewards.precedence import REPORTED
 from transition_builder.rewards.rules import columns
 from transition_builder.rewards.rules.rule_input import RuleInput
 from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import ATTEMPT, GIVEN
 
-__all__ = ["SPREAD", "Gathered", "check", "gather", "rule_hash", "spread"]
+__all__ = ["SPREAD", "Gathered", "gather", "spread"]
 
 
 @dataclass(frozen=True, slots=True)

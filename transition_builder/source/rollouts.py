@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -131,10 +130,6 @@ class RolloutReader:
         self._owners_of_traces = Discovery(self._reader).owners
         self._beside = ThreadPoolExecutor(1, "traces of rollouts")
         self._spans_ahead, self._calls_ahead = _ReadAhead("spans of rollouts"), _ReadAhead("calls of rollouts")
-
-    def now(self) -> datetime:
-        """Return the store's clock, which dates every arrival."""
-        return self._reader.now()
 
     def begin(self, rollouts: pl.DataFrame) -> None:
         """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts.
