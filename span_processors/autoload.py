@@ -27,9 +27,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from span_processors.context import environment_context, process_attributes
 from span_processors.exits import flush_at_exits
-from span_processors.export import LosslessSpanProcessor, parse_headers, traces_url
+from span_processors.export import LosslessSpanProcessor, RolloutSpanProcessor, parse_headers, traces_url
 from span_processors.langchain_link import link_langchain
-from span_processors.rollout import RolloutSpanProcessor
 from span_processors.websocket_link import link_websockets
 
 _EXPORTER = "OTEL_TRACES_EXPORTER"

@@ -5,8 +5,8 @@ Invariant: a span leaves the queue when the endpoint has acknowledged it (2xx), 
 for good (4xx), not sendable, without room in a full queue, or without time at the process's end. No caller waits longer
 than the limits below.
 
-Used inside of agents' processes, by the runner and by the trainer, so it imports the standard library and
-OpenTelemetry only.
+Used inside of agents' processes, by the runner and by the trainer, so it imports the standard library, OpenTelemetry
+and `spangrad.agent` only.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcesso
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.util.re import parse_env_headers
 
+from span_processors.context import rollout_attributes
 from span_processors.otlp_http import Poster
 from spangrad.semconv import PROCESS_ID, SEQ
 
@@ -96,21 +97,20 @@ SEQUENCE = ProcessSequence()
 """Sequence of the whole process, shared so that numbers of two providers do not collide."""
 
 
-class SequenceSpanProcessor(SpanProcessor):
-    """Writes `spangrad.process.id` and `spangrad.seq` on every span as it starts."""
+class RolloutSpanProcessor(SpanProcessor):
+    """Writes `spangrad.process.id`, `spangrad.seq` and the attributes of its rollout on every span as it starts."""
+
+    def __init__(self, process: Mapping[str, str]) -> None:
+        """`process` holds the attributes that the process was started with, which a span's own context goes before."""
+        self._process = dict(process)
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Stamp the span, which starts all the same where its context cannot be read."""
         try:
             span.set_attributes(SEQUENCE.next())
-            span.set_attributes(self.context_attributes(parent_context))
+            span.set_attributes(rollout_attributes(parent_context, self._process))
         except Exception as error:  # an agent's context may hold anything
             _logger.warning("a span starts without the attributes of its context: %s", error)
-
-    def context_attributes(self, context: Context | None) -> Mapping[str, str | int]:
-        """Return the attributes that a span gets of the context in which it starts."""
-        del context
-        return {}
 
 
 class LosslessQueue(ABC, Generic[_T]):
@@ -364,6 +364,8 @@ def _value_bytes(value: object) -> int:
 def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
     """Return a provider of the process's own, not the global one, whose spans go whole to an OTLP/HTTP endpoint and are never sampled out.
 
+    Spans name the rollout of the context in which they start.
+
     Args:
         service_name: `service.name` of the spans.
         endpoint: base URL, without `/v1/traces`.
@@ -374,6 +376,6 @@ def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str]
         resource=Resource.create({SERVICE_NAME: service_name}),
         span_limits=_UNLIMITED,
     )
-    provider.add_span_processor(SequenceSpanProcessor())
+    provider.add_span_processor(RolloutSpanProcessor({}))
     provider.add_span_processor(LosslessSpanProcessor(traces_url(endpoint), headers))
     return provider

@@ -22,7 +22,6 @@ from pydantic import SecretStr
 from commands.playing.episode import Cast, factory_named, in_words, play_episode
 from commands.playing.input_lines import read_beside_loop
 from span_processors.export import tracer_provider
-from span_processors.rollout import RolloutSpanProcessor
 from spangrad import semconv
 from spangrad.agent.propagation import with_baggage
 from spangrad.episode.agent import limits_of
@@ -108,7 +107,6 @@ def main() -> None:
     source, lines = os.fdopen(replies, "rb"), LineWriter(answers)
     job = msgspec.json.decode(source.readline(), type=PlayJob)
     provider = tracer_provider("spangrad-play", job.otlp_endpoint, bearer(job.otlp_token))
-    provider.add_span_processor(RolloutSpanProcessor({}))
     trace.set_tracer_provider(provider)
     identity = {semconv.RUN_ID: RUN, semconv.ROLLOUT_ID: job.rollout, semconv.ROLLOUT_MODE: Mode.PRODUCTION.value}
     context.attach(with_baggage(Context(), {**identity, semconv.ROLLOUT_ATTEMPT: "0"}))

@@ -14,7 +14,6 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from span_processors.context import rollout_attributes
 from span_processors.export import parse_headers, tracer_provider
 from spangrad import semconv
 from spangrad.agent.propagation import context_from
@@ -79,7 +78,7 @@ class PlayedSpans:
         if self._provider is None:
             self._provider = tracer_provider(SERVICE, self._endpoint, self._headers)
         source = context_from(carrier, Context())
-        known = {**attributes, **rollout_attributes(source, {})}
+        known = dict(attributes)
         if rewards and name == "step":
             known |= {semconv.GEN_AI_OPERATION: "execute_tool", semconv.GEN_AI_TOOL_NAME: name}
             name = f"execute_tool {name}"

@@ -22,8 +22,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from span_processors.autoload import otlp_url
 from span_processors.context import environment_context, rollout_attributes
+from span_processors.export import RolloutSpanProcessor
 from span_processors.reward import reward
-from span_processors.rollout import RolloutSpanProcessor
 from spangrad.processes import free_ports
 from spangrad.semconv import CONTEXT_KEYS, PROCESS_ID, SEQ
 from tests.support.otlp import OtlpSink, SunkSpan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, traces_url
+from span_processors.export import LosslessSpanProcessor, RolloutSpanProcessor, traces_url
 from spangrad.semconv import PROCESS_ID, SEQ
 from tests.support.otlp import OtlpSink
 from tests.support.spans import provider_with
@@ -14,7 +14,7 @@ def test_lossless_span_processor_in_forked_child_sends_own_spans_only() -> None:
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60)
         provider = provider_with(processor)
-        provider.add_span_processor(SequenceSpanProcessor())
+        provider.add_span_processor(RolloutSpanProcessor({}))
         tracer = provider.get_tracer("test")
         tracer.start_span("parent").end()
         child = os.fork()

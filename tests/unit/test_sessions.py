@@ -23,6 +23,7 @@ from runner.sessions.metrics import SessionMetrics, SessionsNow
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
+from span_processors.export import RolloutSpanProcessor
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, ToolAction, rendered
 from spangrad.episode.openenv_fields import action_fields, action_of, is_text, observation_fields, observation_of
@@ -220,6 +221,7 @@ async def test_description_of_tools_has_their_schema() -> None:
 @pytest.mark.parametrize("client_rewards", [False, True])
 def test_step_spans_carry_the_reward_of_a_step_in_one_place(client_rewards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(RolloutSpanProcessor({}))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(step_spans, "tracer_provider", lambda *_: provider)
     opening = SessionOpening(carrier={"traceparent": TRACEPARENT, "baggage": "spangrad.rollout.id=r1"}, client_rewards=client_rewards)

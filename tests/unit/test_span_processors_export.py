@@ -15,8 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import Link, SpanContext
 
-from span_processors.export import LosslessSpanProcessor, SequenceSpanProcessor, parse_headers, tracer_provider, traces_url
-from span_processors.rollout import RolloutSpanProcessor
+from span_processors.export import LosslessSpanProcessor, RolloutSpanProcessor, parse_headers, tracer_provider, traces_url
 from spangrad.http.service import bearer
 from spangrad.processes import free_ports
 from spangrad.semconv import PROCESS_ID, ROLLOUT_ATTEMPT, SEQ
@@ -248,7 +247,7 @@ def test_lossless_span_processor_name_of_another_type_ends_span() -> None:
     with OtlpSink() as sink:
         processor = LosslessSpanProcessor(traces_url(sink.url))
         provider = provider_with(processor)
-        provider.add_span_processor(SequenceSpanProcessor())
+        provider.add_span_processor(RolloutSpanProcessor({}))
         tracer = provider.get_tracer("test")
         for name in (None, 5, "last"):
             tracer.start_span(name).end()  # type: ignore[arg-type]
