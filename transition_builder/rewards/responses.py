@@ -19,7 +19,7 @@ from transition_builder.schemas import RESPONSES, SPAN
 from transition_builder.source.queries import span_constants
 
 if TYPE_CHECKING:
-    from clickhouse_connect.driver.client import Client
+    from transition_builder.source.queries import StoreReader
 
 _SPANS_A_QUERY = 500
 _SQL = f"""
@@ -31,12 +31,11 @@ LIMIT 1 BY TraceId, SpanId
 """
 
 
-def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
+def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     """Read the responses of the calls among some spans.
 
     Args:
-        client: of the store.
-        url: the store's, for errors.
+        reader: queries the store.
         spec: nothing is read where none of its rules needs it.
         spans: SPANS.
         answers: ANSWERS: the spans of calls that the gateway did not record.
@@ -52,8 +51,8 @@ def read(client: Client, url: str, spec: BuilderSettings, spans: pl.DataFrame, a
     call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
     for batch in call_spans.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
-        with store_errors(url):
-            rows_read = client.query(_SQL.format(**span_constants(batch)), settings=LONG).result_rows
+        with store_errors(reader.url):
+            rows_read = reader.client.query(_SQL.format(**span_constants(batch)), settings=LONG).result_rows
         for trace, span, *places in rows_read:
             for choice, (text, calls) in texts.response(places).items():
                 asked = [{"Name": name, "Arguments": arguments} for name, arguments in calls]

@@ -89,7 +89,7 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
 
 
 def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Evaluate a specification's files for some rollouts.
+    """Evaluate a specification's files, which were checked, for some rollouts.
 
     Args:
         client: of the store.
@@ -103,7 +103,7 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
 
     Raises:
-        BuilderError: a file's columns are wrong, or it gives several values to one target.
+        BuilderError: a file gives several values to one target.
         StoreError: the store does not answer, or refuses.
     """
     names = files_of(spec)
@@ -154,15 +154,12 @@ def _require_columns(path: Path, columns: Mapping[str, str]) -> None:
             f"{path} selects {', '.join(columns)}: a reward {' and '.join(what)}. It selects {' and '.join(NEEDED)}, and may select "
             f"{', '.join(OPTIONAL)}."
         )
-    if columns["Value"] and not _NUMBER.match(columns["Value"]):
+    if not _NUMBER.match(columns["Value"]):
         raise BuilderError(f"{path} gives Value the type {columns['Value']}, which is no number. Write toFloat64(...).")
 
 
 def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
     """Return the rewards of a file for the requested attempts, as SQL_REWARDS."""
-    _require_columns(path, dict.fromkeys(rows.columns, ""))
-    if not (rows.schema["Value"].is_numeric() or rows.schema["Value"] in (pl.Boolean(), pl.Null())):
-        raise BuilderError(f"{path} gives Value the type {rows.schema['Value']}, which is no number. Write toFloat64(...).")
     on = [name for name in ATTEMPT if name in rows.columns]
     if "RunId" not in on:
         _require_one_run(rows, requested, path)

@@ -218,9 +218,9 @@ class RolloutReader:
         # One chunk makes each step of a build cheaper.
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
         answered = self._answers(spans, calls)
-        store = (self._reader.client, self._reader.url, self._settings.builder)
-        given, responded = sql.read(*store, rollouts, spans, calls), responses.read(*store, spans, answered)
-        records = tool_records.read(self._reader, self._settings.builder, spans)
+        reader, spec = self._reader, self._settings.builder
+        given = sql.read(reader.client, reader.url, spec, rollouts, spans, calls)
+        responded, records = responses.read(reader, spec, spans, answered), tool_records.read(reader, spec, spans)
         return Frames(rollouts, spans, calls, answered, given, responded, dropped, owners, *records)
 
     def _answers(self, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
