@@ -229,13 +229,30 @@ class StoredRollouts:
         self._insert("drops", [{**row, **same} for row in self.drops], DROPS)
         self._insert("rewards", [{**row, **same} for row in self.rewards], REWARDS)
         builds = [
-            {"RunId": self.name, "RolloutId": rollout, "Attempt": 0, "Watermark": START, "Builder": "test", **row, **same}
+            {
+                "RunId": self.name,
+                "RolloutId": rollout,
+                "Attempt": 0,
+                "Watermark": START,
+                "Builder": "test",
+                **row,
+                **same,
+                **self._totals(rollout),
+            }
             for rollout, row in self.builds.items()
         ]
         self._insert("builds", builds, BUILDS)
         datasets.register(self.client, self.store.url, name or self.name, self.spec, {}, "test")
         self.transitions, self.drops, self.rewards, self.builds = [], [], [], {}
         return datetime.fromtimestamp(self.client.query("SELECT toUnixTimestamp64Micro(now64(6))").result_rows[0][0] / 1e6, UTC)
+
+    def _totals(self, rollout: str) -> dict[str, list[Any]]:
+        """The rewards of a rollout, as its build holds them."""
+        lists = ["Name", "Role", "Value"]
+        carried = [row for row in self.transitions if row["RolloutId"] == rollout]
+        given = [reward for row in carried for reward in zip(*(row[f"Rewards.{name}"] for name in lists), strict=True)]
+        given += [(row["Name"], row.get("Role", ""), row["Value"]) for row in self.rewards if row["RolloutId"] == rollout]
+        return {f"RewardTotals.{name}": [reward[at] for reward in given] for at, name in enumerate(lists)}
 
     def _insert(self, table: str, rows: list[dict[str, Any]], schema: Any) -> None:
         if rows:

@@ -49,17 +49,24 @@ SPOKEN = (
 ROLLOUT = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 _GROUP = ("RunId", "Mode", "Alone")
 _BUILD = ("RunId", "RolloutId", "Revision", "Content")
-_FACTS = "RunId, Mode, GroupId, GroupSize, TaskId, RolloutId, Attempt, Revision, Content, Calls, Transitions, Drops"
+_KEY = ("RunId", "Mode", "GroupId", "RolloutId")
+"""Key columns of transitions and drops that find a rollout."""
+_TOTALS = ("RewardTotals.Name", "RewardTotals.Role", "RewardTotals.Value")
+_FACTS = (
+    "Mode",
+    "GroupId",
+    "GroupSize",
+    "TaskId",
+    "Attempt",
+    "Revision",
+    "Content",
+    "Calls",
+    "Transitions",
+    *(f"`{name}`" for name in _TOTALS),
+)
 _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
 _DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, ChoiceIndex, {_TIME}, AgentName, Policy, Model, Reason"
-_REWARD = ("CallId", "Name", "Role", "Source", "RuleHash", "TraceId", "SpanId")
-_KEYS = {
-    "transitions": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
-    "drops": (("RunId", "Mode", "GroupId", "RolloutId"), ("CallId",)),
-    "rewards": (("RunId", "Mode", "RolloutId"), _REWARD),
-}
-"""Key columns of each table that find a rollout, and the columns that identify the rows of an attempt."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +155,15 @@ class ExportReader:
     def _rollouts(self) -> pl.DataFrame:
         of_runs = f" AND RunId IN {constant(self.request.runs)}" if self.request.runs else ""
         of_ids = f" AND RolloutId IN {constant(self.request.rollouts)}" if self.request.rollouts else ""
-        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}{of_ids}")
+        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}{of_ids}", _FACTS)
         after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
         if self.request.since is not None:
             after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")
-        sql = f"SELECT {_FACTS} FROM {builds} AS b WHERE {' AND '.join(after) or 'true'} ORDER BY RunId, Mode, GroupId, RolloutId"
+        sql = f"SELECT * FROM {builds} AS b WHERE {' AND '.join(after) or 'true'} ORDER BY RunId, Mode, GroupId, RolloutId"
         # A rollout of no group is one by itself.
         alone = pl.when(pl.col("GroupId") == "").then("rollout " + pl.col("RolloutId")).otherwise("group " + pl.col("GroupId"))
-        return self._frame(sql).with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
+        rollouts = self._frame(sql).with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
+        return rollouts.join(self._returns(rollouts), on=list(_BUILD), maintain_order="left").drop(_TOTALS)
 
     def _slices(self) -> Iterator[pl.DataFrame]:
         sizes = self.rollouts.group_by("Group", maintain_order=True).agg(Calls=pl.col("Calls").sum(), Rollouts=pl.len())
@@ -174,9 +182,7 @@ class ExportReader:
         self._count(rollouts, drops)
         taken = drops.filter(pl.col("Reason").is_in(list(self.request.dropped))) if self.request.dropped else drops.clear()
         calls = pl.concat([transitions, self._like_transitions(taken, rollouts)], how="diagonal")
-        returns = self._returns(transitions, rollouts, taken)
-        rollouts = rollouts.join(returns, on=list(_BUILD), how="left", maintain_order="left")
-        calls = calls.join(returns, on=list(_BUILD), how="left", maintain_order="left")
+        calls = calls.join(rollouts.select(*_BUILD, "Return"), on=list(_BUILD), how="left", maintain_order="left")
         if self.request.min_return is not None:
             below = pl.col("Return") < self.request.min_return
             self.tally.count_left_out(LeftOut.BELOW_RETURN, calls.filter(below).height)
@@ -199,16 +205,15 @@ class ExportReader:
 
     def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Return rows of the given builds, each once; the table's key finds them."""
-        names, apart = _KEYS[table]
-        where = " AND ".join(f"{name} IN {name}s" for name in names)
-        constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in names)
+        where = " AND ".join(f"{name} IN {name}s" for name in _KEY)
+        constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in _KEY)
         revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
         sql = (
             f"WITH {constants} SELECT {columns} FROM spangrad_internal.{table} "
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
         rows = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
-        return rows.unique(["RunId", "RolloutId", "Attempt", *apart], keep="first", maintain_order=True)
+        return rows.unique(["RunId", "RolloutId", "Attempt", "CallId"], keep="first", maintain_order=True)
 
     def _like_transitions(self, drops: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
         about = rollouts.select(*_BUILD, "Mode", "GroupId", "GroupSize", "TaskId")
@@ -218,35 +223,19 @@ class ExportReader:
             pl.col("Timestamp").cast(NANOSECONDS), pl.col(lists).fill_null([]), BuildSpec=pl.lit(self.dataset.build_spec)
         )
 
-    def _returns(self, transitions: pl.DataFrame, rollouts: pl.DataFrame, taken: pl.DataFrame) -> pl.DataFrame:
-        """Return the weighted sum of each rollout's rewards: of its transitions' where it has any, else of all that were given to it.
+    def _returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
+        """Return the weighted sum of each rollout's rewards.
 
-        Null where the rewards name several roles, which are never added up.
+        Null where they name several roles, which are never added up, and where there is neither a reward nor a transition.
         """
-        names = ["Rewards.Name", "Rewards.Value", "Rewards.Role"]
-        each = transitions.select(*_BUILD, *names).explode(names, empty_as_null=True)
-        value = self._weighted("Rewards.Name", "Rewards.Value").fill_null(0.0)
-        returns = each.group_by(*_BUILD, maintain_order=True).agg(Return=_of_one_role(value, "Rewards.Role"))
-        bare = rollouts.join(taken, on=list(_BUILD), how="semi").join(returns, on=list(_BUILD), how="anti")
-        return pl.concat([returns, self._given_returns(bare)]) if bare.height else returns
-
-    def _given_returns(self, rollouts: pl.DataFrame) -> pl.DataFrame:
-        """Return the returns of rollouts without a kept call to carry their rewards."""
-        rewards = self._rows("rewards", ", ".join((*_BUILD, "Attempt", "Value", *_REWARD)), rollouts)
-        return rewards.group_by(*_BUILD).agg(Return=_of_one_role(self._weighted("Name", "Value"), "Role"))
-
-    def _weighted(self, name: str, value: str) -> pl.Expr:
-        """Return the rewards of a column times the weights of their names."""
         weights = dict(self.request.reward_weights)
-        return pl.col(value) * pl.col(name).replace_strict(weights, default=1.0, return_dtype=pl.Float64) if weights else pl.col(value)
+        name, role, value = map(pl.col, _TOTALS)
+        weighted = value * name.replace_strict(weights, default=1.0, return_dtype=pl.Float64) if weights else value
+        has_return = (role.filter(role != "").n_unique() <= 1) & (name.is_not_null().any() | (pl.col("Transitions") > 0).any())
+        totals = rollouts.select(*_BUILD, "Transitions", *_TOTALS).explode(_TOTALS, empty_as_null=True)
+        return totals.group_by(*_BUILD).agg(Return=pl.when(has_return).then(weighted.sum()))
 
     def _frame(self, sql: str) -> pl.DataFrame:
         return query(self.client, self.url, sql).with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )
-
-
-def _of_one_role(value: pl.Expr, role: str) -> pl.Expr:
-    """Return the sum of rewards, by an expression of their values; null where their column of roles names several."""
-    roles = pl.col(role).filter(pl.col(role) != "").n_unique()
-    return pl.when(roles <= 1).then(value.sum())
