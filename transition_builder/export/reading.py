@@ -52,18 +52,7 @@ _BUILD = ("RunId", "RolloutId", "Revision", "Content")
 _KEY = ("RunId", "Mode", "GroupId", "RolloutId")
 """Key columns of transitions and drops that find a rollout."""
 _TOTALS = ("RewardTotals.Name", "RewardTotals.Role", "RewardTotals.Value")
-_FACTS = (
-    "Mode",
-    "GroupId",
-    "GroupSize",
-    "TaskId",
-    "Attempt",
-    "Revision",
-    "Content",
-    "Calls",
-    "Transitions",
-    *(f"`{name}`" for name in _TOTALS),
-)
+_FACTS = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt", "Revision", "Content", "Calls", "Transitions")
 _TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
 _COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
 _DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, ChoiceIndex, {_TIME}, AgentName, Policy, Model, Reason"
@@ -155,7 +144,8 @@ class ExportReader:
     def _rollouts(self) -> pl.DataFrame:
         of_runs = f" AND RunId IN {constant(self.request.runs)}" if self.request.runs else ""
         of_ids = f" AND RolloutId IN {constant(self.request.rollouts)}" if self.request.rollouts else ""
-        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}{of_ids}", _FACTS)
+        facts = (*_FACTS, *(f"`{name}`" for name in _TOTALS))
+        builds = datasets.builds_sql(self.request.as_of, f"BuildSpec = '{self.dataset.build_spec}'{of_runs}{of_ids}", facts)
         after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
         if self.request.since is not None:
             after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")
