@@ -25,7 +25,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.scratch import scratch
 from spangrad.settings import TrainerSettings
-from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.weight_files import WeightFiles, written_parts
 from trainer.optim.weight_shards import held_parts, own_parts
 from trainer.publish import checkpoint
@@ -163,7 +162,7 @@ class _Rank:
     def parts(self) -> Iterator[FilePart]:
         """Yield this rank's parts."""
         for part in own_parts(self.module, TrainerSettings()):
-            yield host_part(part.name, part.shape, part.first, part.words, copy=False)
+            yield part.on_host(copy=False)
 
 
 def _whole(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

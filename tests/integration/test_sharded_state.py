@@ -22,7 +22,6 @@ from spangrad.errors import CheckpointError
 from tests.support.policies import trainer_settings
 from tests.support.ranks import on_ranks
 from trainer.optim.states import sharded_state
-from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.weight_files import WeightFiles
 from trainer.optim.weight_shards import held_parts, own_parts
 from trainer.publish.shared_file import write_parts
@@ -79,7 +78,7 @@ def step(engine: Any, seed: int) -> float:
 def write(engine: Any, directory: Path, group: Any) -> None:
     state = sharded_state.moments("policy", engine.module, engine.optimizer)
     sharded_state.write(directory / STATE, sharded_state.host_copy(state), group)
-    parts = [host_part(part.name, part.shape, part.first, part.words, copy=False) for part in own_parts(engine.module, trainer_settings())]
+    parts = [part.on_host(copy=False) for part in own_parts(engine.module, trainer_settings())]
     write_parts(directory / FILE, parts, {}, first=torch.distributed.get_rank() == 0)
     torch.distributed.barrier()
 

@@ -258,7 +258,7 @@ def test_sent_bytes_are_those_that_rank_holds_where_most_changes_are_kept() -> N
     after = np.where(np.arange(words) % 8 == 0, np.float32(1), before)
     held = HeldParts("bfloat16")
     for version, values in enumerate((before, after)):
-        held.take([FilePart("w", "F32", values.shape, 0, values)], str(version), keep_changes=True)
+        held.take([FilePart("w", values.shape, 0, values)], str(version), keep_changes=True)
     (part,) = held._parts
     assert part.changes is not None
     kept = part.words.nbytes + part.changes.places.nbytes + part.changes.differences.nbytes

@@ -20,7 +20,7 @@ FIRST = 300
 
 
 def parts(named: list[np.ndarray]) -> list[FilePart]:
-    return [FilePart(f"w{number}", "F32", (FIRST + each.size + 5,), FIRST, each) for number, each in enumerate(named)]
+    return [FilePart(f"w{number}", (FIRST + each.size + 5,), FIRST, each) for number, each in enumerate(named)]
 
 
 def moved(named: list[np.ndarray], share: float, seed: int) -> list[np.ndarray]:

@@ -45,7 +45,7 @@ def parts_of(named: Named, rank: int, ranks: int) -> Iterator[FilePart]:
     for name, array in named.items():
         step = -(-len(array) // ranks)
         rows = array[rank * step : (rank + 1) * step]
-        yield FilePart(name, "F32", array.shape, min(rank * step, len(array)) * array[0].size, rows)
+        yield FilePart(name, array.shape, min(rank * step, len(array)) * array[0].size, rows)
 
 
 class Worker:

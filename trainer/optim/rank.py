@@ -29,7 +29,6 @@ from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
 from trainer.optim.process import quiet
 from trainer.optim.states import moved, sharded_state, snapshots
-from trainer.optim.states.host_parts import host_part
 from trainer.optim.states.snapshots import EarlierWeights
 from trainer.optim.states.weight_files import WeightFiles, written_parts
 from trainer.optim.weight_shards import WeightPart, held_parts, own_parts
@@ -225,7 +224,7 @@ class Rank:
         return own_parts(self._engine(ModelRole.POLICY).module, self._settings)
 
     def _weight_parts(self) -> list[FilePart]:
-        return [host_part(part.name, part.shape, part.first, part.words, copy=True) for part in self._parts()]
+        return [part.on_host(copy=True) for part in self._parts()]
 
     @on_every_rank
     def serve_parts(self) -> list[RankAddress]:
@@ -233,7 +232,8 @@ class Rank:
         if self._sender is None:
             sync = self._settings.weight_sync
             port = sync.transfer_port and sync.transfer_port + 1 + self.rank
-            self._sender = RankSender(self._sent_parts, sync.transfer_host, port, self._written_parts)
+            written = functools.partial(written_parts, ranks=self.world_size, number=self.rank)
+            self._sender = RankSender(self._sent_parts, sync.transfer_host, port, written)
         addresses: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(addresses, self._sender.address)
         return addresses
@@ -245,10 +245,7 @@ class Rank:
         self._sender = None
 
     def _sent_parts(self) -> Iterator[FilePart]:
-        return (host_part(part.name, part.shape, part.first, part.words, copy=False) for part in self._parts())
-
-    def _written_parts(self, directory: Path) -> Iterator[FilePart]:
-        return written_parts(directory, self.world_size, self.rank)
+        return (part.on_host(copy=False) for part in self._parts())
 
     @on_every_rank
     def save_weights(self, directory: Path) -> None:
@@ -261,10 +258,7 @@ class Rank:
     @on_every_rank
     def weight_sums(self) -> dict[str, TensorSums]:
         """Return the sums of this rank's parts of the policy's parameters; collective."""
-        sums: dict[str, TensorSums] = {}
-        for part in self._parts():
-            sums |= sums_of_parts([host_part(part.name, part.shape, part.first, part.words, copy=False)])
-        return sums
+        return sums_of_parts(self._sent_parts())
 
     @on_every_rank
     def collect(self, order: Any, with_state: bool) -> None:

@@ -21,6 +21,7 @@ from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from trainer.publish.experts import are_experts, expert_names, split_experts
 from trainer.publish.lora import adapter_name, merged_name, pair_of
+from trainer.publish.shared_file import FilePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class WeightPart:
     """Number of the part's first word in the whole tensor, row by row."""
     words: torch.Tensor
     """Rows, contiguous, on the device of the shard; own ones in float32, and they may share its memory. Empty: the rank has none."""
+
+    def on_host(self, *, copy: bool) -> FilePart:
+        """Return an own part in main memory; `copy`: True to copy what is there already."""
+        return FilePart(self.name, self.shape, self.first, self.words.detach().to("cpu", copy=copy).contiguous().numpy())
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def local_rank(url: str, service: PartsService) -> RankClient:
 def whole_parts(weights: Weights) -> Iterator[FilePart]:
     """Yield whole tensors as the parts of a single rank."""
     for name, array in weights():
-        yield FilePart(name, "F32", array.shape, 0, np.ascontiguousarray(array, np.float32))
+        yield FilePart(name, array.shape, 0, np.ascontiguousarray(array, np.float32))
 
 
 class RanksOffer:

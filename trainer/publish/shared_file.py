@@ -21,23 +21,22 @@ from numpy.typing import NDArray
 from spangrad.weights.shards import TensorSums
 from spangrad.weights.sums import tensor_sums
 
+_WORD_BYTES = 4
 _WRITE_BYTES = 2**26
 """Most bytes of one system call, of which Linux takes less than 2 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Part of a tensor in main memory: one range of the tensor's words, row by row."""
+    """Part of a float32 tensor in main memory: one range of the tensor's words, row by row."""
 
     name: str
-    dtype: str
-    """Name of the dtype in a file, such as F32."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     first: int
     """Number of the part's first word in the whole tensor."""
-    words: NDArray[Any]
-    """Words, contiguous; of an unsigned integer's type where NumPy lacks the dtype. Empty: another process has them."""
+    words: NDArray[np.float32]
+    """Words, contiguous. Empty: another process has them."""
 
 
 def write_parts(file: Path, parts: Sequence[FilePart], metadata: Mapping[str, str], *, first: bool) -> None:
@@ -61,7 +60,7 @@ def write_parts(file: Path, parts: Sequence[FilePart], metadata: Mapping[str, st
             _write(handle, memoryview(header), 0)
         for part in parts:
             if part.words.size:
-                own = places[part.name] + part.first * part.words.itemsize
+                own = places[part.name] + part.first * _WORD_BYTES
                 _write(handle, part.words.reshape(-1).view(np.uint8).data, len(header) + own)
         os.fsync(handle)
     finally:
@@ -83,9 +82,9 @@ def _layout(parts: Sequence[FilePart], metadata: Mapping[str, str]) -> tuple[byt
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     places: dict[str, int] = {}
     end = 0
-    for part in sorted(parts, key=lambda part: -part.words.itemsize):  # each is then aligned to its words
+    for part in parts:
         places[part.name], end = end, end + _nbytes(part)
-        entries[part.name] = {"dtype": part.dtype, "shape": part.shape, "data_offsets": (places[part.name], end)}
+        entries[part.name] = {"dtype": "F32", "shape": part.shape, "data_offsets": (places[part.name], end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text, places
@@ -93,7 +92,7 @@ def _layout(parts: Sequence[FilePart], metadata: Mapping[str, str]) -> tuple[byt
 
 def _nbytes(part: FilePart) -> int:
     """Return the size of the whole tensor."""
-    return math.prod(part.shape) * part.words.itemsize
+    return math.prod(part.shape) * _WORD_BYTES
 
 
 def _write(handle: int, data: memoryview, offset: int) -> None:

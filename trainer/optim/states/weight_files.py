@@ -18,12 +18,20 @@ import torch
 
 from spangrad.errors import CheckpointError
 from spangrad.weights.safetensors_header import read_header, weight_files
-from trainer.optim.states.host_parts import DTYPES, host_part
 from trainer.optim.weight_shards import WeightPart, row_range
 from trainer.publish.shared_file import FilePart
 
 _BUFFER_BYTES = 2**24
-_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+"""Dtypes by their names in a file."""
 
 
 class _Place(NamedTuple):
@@ -130,7 +138,7 @@ def written_parts(directory: Path, ranks: int, number: int) -> Iterator[FilePart
             if lacking := files.lacking([part]):
                 raise CheckpointError(f"{directory} holds {lacking[0]} in a dtype that is not sent. Save the model in float32 or bfloat16.")
             files.read(part)
-            yield host_part(name, shape, part.first, part.words, copy=False)
+            yield part.on_host(copy=False)
 
 
 def _places(file: Path) -> dict[str, _Place]:
@@ -138,7 +146,7 @@ def _places(file: Path) -> dict[str, _Place]:
     places: dict[str, _Place] = {}
     for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        dtype, shape = _OF_NAME.get(entry["dtype"]), tuple(entry["shape"])
+        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
         if dtype and end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{name} of {file.name} has another size than its shape")
         places[name] = _Place(file, dtype, shape, first + begin)
