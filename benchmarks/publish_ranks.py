@@ -180,7 +180,7 @@ def _rank(rank: int, count: int, directory: Path, model: Path, orders: Connectio
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=count)
     own = _Rank(model)
-    sender = RankSender(own.parts, "127.0.0.1", written=lambda directory: written_parts(directory, count, rank))
+    sender = RankSender(own.parts, lambda directory: written_parts(directory, count, rank), "127.0.0.1")
     orders.send(sender.address)
     while True:
         try:

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -26,11 +26,8 @@ from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of, perturbed, random_adapter
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, processes_of, running_gateway, start
-from tests.support.receivers import Named, OtherWords, source_of
-from trainer.publish.offers import WeightSource
-from trainer.publish.parts import Parts
+from tests.support.receivers import Changed, Named, source_of
 from trainer.publish.publisher import Publisher
-from trainer.publish.rank_sender import PartsService
 from trainer.publish.sender import WeightsSender
 
 pytestmark = pytest.mark.vllm
@@ -178,8 +175,10 @@ def version_of(number: int, directory: Path) -> PolicyVersion:
     return PolicyVersion("policy", number, number - 1, "b", checksum_directory(directory), str(directory))
 
 
-def weights_of(directory: Path) -> WeightSource:
-    return source_of(load_file(directory / "model.safetensors"))
+def send(publisher: Publisher, number: int, directory: Path, changed: Changed = lambda _: None) -> None:
+    """Publish the weights of a directory from a rank's memory."""
+    with source_of(load_file(directory / "model.safetensors"), changed) as source:
+        publisher.publish(version_of(number, directory), weights=source)
 
 
 def policy(settings: Settings) -> dict[str, Any]:
@@ -232,7 +231,7 @@ def test_publication_into_several_workers_by_disk_and_transfer_labels_every_toke
         publisher.publish(version_of(1, versions[1]))
         assert publisher.stages["reload"] > 0
         traffic.wait_for(CALLERS)
-        publisher.publish(version_of(2, versions[2]), weights=weights_of(versions[2]))
+        send(publisher, 2, versions[2])
         assert publisher.stages["transfer"] > 0
         assert fetch(f"{settings.gateway.url}/admin/policies/policy/rollback", {})["version"] == 1
     serves(settings, topology, versions, 1)
@@ -242,15 +241,15 @@ def test_publication_into_several_workers_by_disk_and_transfer_labels_every_toke
     assert mislabelled(traffic.answers, versions) == []
 
 
-def stale(tensor: str, source: Path, older: Path) -> Callable[[Parts], PartsService]:
-    """A sender that sends one tensor of an older version."""
+def stale(tensor: str, source: Path, older: Path) -> Changed:
+    """Weights with one tensor of an older version."""
     named = load_file(source / "model.safetensors")
     sent = {**named, tensor: load_file(older / "model.safetensors")[tensor]}
-    return lambda parts: OtherWords(parts, lambda _: sent)
+    return lambda _: sent
 
 
-def other_once(tensor: str, source: Path) -> Callable[[Parts], PartsService]:
-    """A sender whose second worker is sent other weights: in a tensor, the first and the last word change."""
+def other_once(tensor: str, source: Path) -> Changed:
+    """Other weights for the second worker: in a tensor, the first and the last word change."""
     named = load_file(source / "model.safetensors")
     number, requests = list(named).index(tensor), list[int]()
     changed = named[tensor].copy()
@@ -262,7 +261,7 @@ def other_once(tensor: str, source: Path) -> Callable[[Parts], PartsService]:
             requests.append(number)
         return {**named, tensor: changed} if len(requests) == 2 else None
 
-    return lambda parts: OtherWords(parts, of_second)
+    return of_second
 
 
 OTHERS = {
@@ -275,21 +274,18 @@ OTHERS = {
 
 @pytest.mark.parametrize("tensor", [pytest.param(tensor, marks=[pytest.mark.slow] * (place > 0)) for place, tensor in enumerate(OTHERS)])
 def test_worker_or_replica_with_one_other_word_is_refused_until_published_to(
-    served: tuple[str, Settings], versions: list[Path], tensor: str
+    served: tuple[str, Settings], publisher: Publisher, versions: list[Path], tensor: str
 ) -> None:
     topology, settings = served
     other = versions[3 + list(OTHERS).index(tensor)]
     number = policy(settings)["version"] + 10  # what was rolled back does not return by itself
-    sender = WeightsSender(TrainerSettings(), other_once(tensor, other))
-    publisher = Publisher(settings.gateway, sender=sender)
     reason = (
         OTHERS[tensor]
         if topology == "tensor"
         else f"data-parallel replica 1 holds other weights than replica 0: it holds other values of {tensor}"
     )
     with pytest.raises(GatewayError, match=rf"publication of version {number} failed at checksum: .*{reason}"):
-        publisher.publish(version_of(number, other), weights=weights_of(other))
-    sender.close()
+        send(publisher, number, other, other_once(tensor, other))
     assert fetch(settings.gateway.url + CHAT, ASKED)["error"]["type"] == "engine_down"
     assert fetch(settings.gateway.engine_url + CHAT, ASKED)["error"]["type"] == "engine_paused", "whichever API server takes the call"
     Publisher(settings.gateway).publish(version_of(number, other))
@@ -329,21 +325,20 @@ def test_engine_that_compares_in_part_or_in_another_dtype_is_published_to(
             sender = WeightsSender(TrainerSettings())
             publisher = Publisher(settings.gateway, sender=sender)
             publisher.publish(version_of(1, versions[1]))
-            publisher.publish(version_of(2, versions[2]), weights=weights_of(versions[2]))
-            sender.close()
+            send(publisher, 2, versions[2])
             (backend,) = fetch(f"{settings.gateway.url}/admin/backends")["backends"]
             assert (backend["version"], backend["status"]) == (2, "serving")
             assert backend["uncompared"].startswith("" if scope == "full" else f"engine.checksum = {scope}: ")
             if scope == "full":
                 assert (backend["checksum"], backend["uncompared"]) == (checksum_directory(versions[2], dtype), "")
+                sender.close()
                 return
-            sender = WeightsSender(TrainerSettings(), stale("model.norm.weight", versions[3], versions[2]))
-            publisher = Publisher(settings.gateway, sender=sender)
+            changed = stale("model.norm.weight", versions[3], versions[2])
             if scope == "sampled":
                 with pytest.raises(GatewayError, match=r"it holds other values of model\.norm\.weight"):
-                    publisher.publish(version_of(3, versions[3]), weights=weights_of(versions[3]))
+                    send(publisher, 3, versions[3], changed)
             else:
-                publisher.publish(version_of(3, versions[3]), weights=weights_of(versions[3]))
+                send(publisher, 3, versions[3], changed)
             sender.close()
 
 
@@ -367,8 +362,9 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
                 numbered.append(versions[1 + kill % 6])
                 with Traffic(settings) as traffic:
                     traffic.wait_for(1)
-                    offered = weights_of(numbered[number]) if kill % 2 else None
-                    publication = threading.Thread(target=_published, args=(publisher, version_of(number, numbered[number]), offered))
+                    publication = threading.Thread(
+                        target=_published, args=(publisher, number, numbered[number]), kwargs={"sent": bool(kill % 2)}
+                    )
                     publication.start()
                     victims = processes_of(settings)
                     time.sleep(chance.uniform(0, 1.5))
@@ -393,8 +389,11 @@ def test_engine_killed_twenty_times_about_publications_never_mislabels(
     assert mislabelled(answers, numbered) == []
 
 
-def _published(publisher: Publisher, version: PolicyVersion, weights: WeightSource | None) -> None:
+def _published(publisher: Publisher, number: int, directory: Path, *, sent: bool) -> None:
     try:
-        publisher.publish(version, weights=weights)
+        if sent:
+            send(publisher, number, directory)
+        else:
+            publisher.publish(version_of(number, directory))
     except GatewayError:
         pass  # the engine died of it

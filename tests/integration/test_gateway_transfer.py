@@ -19,7 +19,7 @@ from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import held_checksum
 from tests.support.policies import logprobs_of
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.receivers import OtherWords, source_of
+from tests.support.receivers import source_of
 from trainer.publish.publisher import Publisher
 from trainer.publish.sender import WeightsSender
 
@@ -96,7 +96,8 @@ def test_weight_transfer_with_calls_in_flight_publishes_versions(
         weights = weights_times(tiny_model, factor)
         version = version_of(number, weights, tmp_path / f"v{number}")
         (tmp_path / f"v{number}/model.safetensors").unlink()  # nobody reads it
-        assert publisher.publish(version, weights=source_of(weights)) > 0
+        with source_of(weights) as source:
+            assert publisher.publish(version, weights=source) > 0
         assert list(publisher.stages) == ["files", *STEPS]
         assert (policy(taking)["version"], held_checksum(taking.gateway.engine_url)) == (number, version.checksum)
         checked(taking, weights, tiny_model, tmp_path / f"whole{number}")
@@ -112,22 +113,24 @@ def test_weight_transfer_cut_short_takes_engine_out_until_rollback(
     weights = weights_times(tiny_model, 1.2)
     version = version_of(number, weights, tmp_path / "version")
     others = weights_times(tiny_model, 1.3)
-    with pytest.raises(GatewayError, match="the trainer has weights with checksum"):
-        publisher.publish(version, weights=source_of(others))
+    with source_of(others) as source, pytest.raises(GatewayError, match="the trainer has weights with checksum"):
+        publisher.publish(version, weights=source)
     assert policy(taking)["status"] == "serving", "the engine was not touched"
     lacking = {name: value for name, value in weights.items() if name != "lm_head.weight"}
     for sent, step in ((others, "checksum"), (lacking, "(transfer|checksum)")):
-        faulty = WeightsSender(TrainerSettings(), lambda parts, sent=sent: OtherWords(parts, lambda _: sent))
-        with pytest.raises(GatewayError, match=rf"publication of version {number} failed at {step}"):
-            Publisher(taking.gateway, sender=faulty).publish(version, weights=source_of(weights))
-        faulty.close()
+        with (
+            source_of(weights, lambda _, sent=sent: sent) as source,
+            pytest.raises(GatewayError, match=rf"publication of version {number} failed at {step}"),
+        ):
+            publisher.publish(version, weights=source)
         assert policy(taking)["status"] == "down"
     assert fetch(taking.gateway.url + CHAT, GREEDY)["error"]["type"] == "engine_down"
     assert publisher.publish(version) > 0, "from the files"
     assert publisher.stages["reload"] > 0
     checked(taking, weights, tiny_model, tmp_path / "whole")
     later = version_of(number + 1, others, tmp_path / "later")
-    assert publisher.publish(later, weights=source_of(others)) > 0
+    with source_of(others) as source:
+        assert publisher.publish(later, weights=source) > 0
     checked(taking, others, tiny_model, tmp_path / "others")
     assert fetch(f"{taking.gateway.url}/admin/policies/policy/rollback", {})["version"] == number
     checked(taking, weights, tiny_model, tmp_path / "again")

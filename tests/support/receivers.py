@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing, contextmanager
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ from gateway.vllm_plugin.fetching import RankParts, buckets_of, fetch
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import ChecksumScope, TensorSums
 from spangrad.weights.sums import WORD_BYTES, cast_words, tensor_sums
-from trainer.publish.offers import WeightSource, whole_parts
-from trainer.publish.parts import Parts
-from trainer.publish.rank_sender import PartsService
+from trainer.publish.offers import WeightSource
+from trainer.publish.rank_sender import PartsService, RankSender
+from trainer.publish.shared_file import FilePart
 from trainer.publish.token_server import Binary
 
 
@@ -55,19 +57,34 @@ def sums_sent(plan: Mapping[str, Any]) -> dict[str, TensorSums]:
 
 
 Named = Mapping[str, NDArray[np.float32]]
+Changed = Callable[[dict[str, Any]], Named | None]
+"""Function of a request, which returns the weights whose words it is sent. None: the right ones."""
 
 
-def source_of(weights: Named) -> WeightSource:
-    """Weights in memory, as a publication takes them."""
-    return WeightSource(lambda: iter(weights.items()))
+@contextmanager
+def source_of(weights: Named, changed: Changed = lambda _: None) -> Generator[WeightSource]:
+    """Weights in the memory of one rank, as a publication takes them; the rank sends other words than it sums where they are `changed`."""
+    rank = RankSender(lambda: whole_parts(weights), no_files, "127.0.0.1")
+    rank.service = OtherWords(weights, changed)
+    with closing(rank):
+        yield WeightSource(lambda: iter(weights.items()), lambda: [rank.address])
+
+
+def whole_parts(weights: Named) -> list[FilePart]:
+    """Whole tensors, as the parts of a single rank."""
+    return [FilePart(name, array.shape, 0, np.ascontiguousarray(array, np.float32)) for name, array in weights.items()]
+
+
+def no_files(directory: Path) -> list[FilePart]:
+    """A rank's share of a version's files, which is not to be read."""
+    raise AssertionError(f"{directory} was read")
 
 
 class OtherWords(PartsService):
-    """A sender of other weights than it sums."""
+    """Answers of a rank that sends other weights than it sums."""
 
-    def __init__(self, parts: Parts, changed: Callable[[dict[str, Any]], Named | None]) -> None:
-        """Send what `changed` returns for a request. None: the right weights."""
-        super().__init__(parts)
+    def __init__(self, weights: Named, changed: Changed) -> None:
+        super().__init__(lambda: whole_parts(weights), no_files)
         self._changed = changed
 
     def words(self, body: Mapping[str, Any]) -> Binary:
@@ -75,6 +92,6 @@ class OtherWords(PartsService):
         sent = self._changed(dict(body))
         if sent is None:
             return super().words(body)
-        other = PartsService(lambda: whole_parts(lambda: iter(sent.items())))
+        other = PartsService(lambda: whole_parts(sent), no_files)
         other.answer("/versions", {"version": body["version"], "dtype": body["dtype"], "key": "", "delta": False, "directory": ""})
         return other.words(body)

@@ -15,8 +15,7 @@ from spangrad.weights.checksums import checksum_directory
 from spangrad.weights.shards import checksum_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
-from tests.support.receivers import sums_of_arrays
-from trainer.publish.offers import WeightSource
+from tests.support.receivers import source_of, sums_of_arrays
 from trainer.publish.sender import WeightsSender
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32) / 3, "b": np.float32([1e30, -0.1])}
@@ -45,7 +44,7 @@ def version(tmp_path: Path) -> tuple[Path, str]:
 
 async def publish(stage: Stage, sender: WeightsSender, version: tuple[Path, str], number: int = 1, **weights: Any) -> tuple[int, Any]:
     path, checksum = version
-    with sender.offering(WeightSource(lambda: iter({**WEIGHTS, **weights}.items()))) as offer:
+    with source_of({**WEIGHTS, **weights}) as source, sender.offering(source) as offer:
         body = {"version": number, "path": str(path), "checksum": checksum, "sender": offer}
         async with stage.client.post("/admin/policies/policy/versions", json=body) as answer:
             return answer.status, await answer.json()

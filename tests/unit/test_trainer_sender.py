@@ -7,6 +7,7 @@ import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -19,12 +20,13 @@ from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import checksum_of
 from spangrad.weights.sums import cast_words, tensor_sums
 from tests.support.policies import trainer_settings
-from tests.support.receivers import sums_of_arrays, words_sent
+from tests.support.receivers import no_files, source_of, sums_of_arrays, whole_parts, words_sent
 from trainer.publish.offers import WeightSource
+from trainer.publish.rank_sender import RankSender
 from trainer.publish.sender import WeightsSender
+from trainer.publish.shared_file import FilePart
 
 WEIGHTS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3) / 3, "b": np.float32([1e30, -0.1])}
-SOURCE = WeightSource(lambda: iter(WEIGHTS.items()))
 ASKED = {"engine": "policy-0", "over": "http", "workers": 1, "dtype": "float32", "group": "", "whole": False}
 
 
@@ -33,6 +35,12 @@ def sender() -> Iterator[WeightsSender]:
     weights_sender = WeightsSender(TrainerSettings())
     yield weights_sender
     weights_sender.close()
+
+
+@pytest.fixture
+def source() -> Iterator[WeightSource]:
+    with source_of(WEIGHTS) as held:
+        yield held
 
 
 def ask(sender: WeightsSender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
@@ -58,16 +66,16 @@ def fetched(plan: dict[str, Any], **changes: Any) -> tuple[int, bytes, Any]:
         return error.code, error.read(), error.headers
 
 
-def test_sender_pieces_are_fetched_in_dtype_of_engine(sender: WeightsSender):
+def test_sender_pieces_are_fetched_in_dtype_of_engine(sender: WeightsSender, source: WeightSource):
     held = np.concatenate([WEIGHTS["a"][:, 1:].reshape(-1), WEIGHTS["b"]])
-    with sender.offering(SOURCE) as offer:
+    with sender.offering(source) as offer:
         assert offer == {"url": sender.url, "token": sender.token}
         for dtype, size in (("float32", 4), ("bfloat16", 2)):
             status, answer = ask(sender, "/transfers", {**ASKED, "dtype": dtype})
             plan = answer["update"]
             assert (status, answer["group"], answer["init"]) == (200, "http", {})
             assert (plan["names"], plan["shapes"], plan["dtype"], plan["base"]) == (["a", "b"], [[2, 3], [2]], dtype, "")
-            assert plan["ranks"] == [{"url": sender.url, "parts": [[0, 0, 6], [1, 0, 2]]}]
+            assert plan["ranks"] == [{"url": source.ranks()[0].url, "parts": [[0, 0, 6], [1, 0, 2]]}]
             words = cast_words(held.view(np.uint32), "float32", dtype)
             assert [fetched(plan)[:2] for _ in range(2)] == [(200, words.tobytes())] * 2
             assert {name: each.nbytes for name, each in words_sent(plan).items()} == {"a": 6 * size, "b": 2 * size}
@@ -96,8 +104,8 @@ def test_sender_pieces_are_fetched_in_dtype_of_engine(sender: WeightsSender):
     ],
     ids=["another key", "another version", "another dtype", "no part", "beyond its end", "before its begin", "negative", "no piece"],
 )
-def test_sender_request_for_other_words_is_refused(sender: WeightsSender, changes: dict[str, Any], status: int):
-    with sender.offering(SOURCE):
+def test_sender_request_for_other_words_is_refused(sender: WeightsSender, source: WeightSource, changes: dict[str, Any], status: int):
+    with sender.offering(source):
         plan = ask(sender, "/transfers", ASKED)[1]["update"]
         assert fetched(plan, **changes)[0] == status
         assert fetched(plan)[0] == 200
@@ -119,9 +127,9 @@ def test_sender_checks_token_and_length_before_reading_body(sender: WeightsSende
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_sender_sums_of_sample_and_of_other_dtypes_are_those_of_engine(sender: WeightsSender):
+def test_sender_sums_of_sample_and_of_other_dtypes_are_those_of_engine(sender: WeightsSender, source: WeightSource):
     """An engine that is sent bfloat16 and holds one tensor as float32 has the rounded words of it."""
-    with sender.offering(SOURCE):
+    with sender.offering(source):
         mixed = {"dtype": "bfloat16", "others": {"a": "float32"}, "scope": "full"}
         tensors = ask(sender, "/checksum", mixed)[1]["tensors"]
         sampled = ask(sender, "/checksum", {"dtype": "float32", "others": {}, "scope": "sampled"})[1]
@@ -134,19 +142,22 @@ def test_sender_sums_of_sample_and_of_other_dtypes_are_those_of_engine(sender: W
 def test_sender_reads_weights_from_trainer_on_first_request_only(sender: WeightsSender):
     reads: list[int] = []
 
-    def weights() -> Iterator[tuple[str, Any]]:
+    def parts() -> list[FilePart]:
         reads.append(1)
-        return iter(WEIGHTS.items())
+        return whole_parts(WEIGHTS)
 
-    with sender.offering(WeightSource(weights)):
+    with (
+        closing(RankSender(parts, no_files, "127.0.0.1")) as rank,
+        sender.offering(WeightSource(lambda: iter(()), lambda: [rank.address])),
+    ):
         assert reads == []
         ask(sender, "/transfers", ASKED)
         ask(sender, "/transfers", ASKED)
         assert reads == [1]
 
 
-def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
-    with sender.offering(SOURCE):
+def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender, source: WeightSource):
+    with sender.offering(source):
         assert ask(sender, "/transfers", ASKED, token="wrong") == (401, "another token is needed.")
         assert ask(sender, "/checksum", {"dtype": "float8_e4m3fn", "others": {}, "scope": "full"})[0] == 409
         assert ask(sender, "/transfers", {**ASKED, "over": "pigeon"}) == (409, "weights are sent over http or nccl, not 'pigeon'.")
@@ -154,10 +165,10 @@ def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender):
         assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")
 
 
-def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, monkeypatch: pytest.MonkeyPatch):
+def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, source: WeightSource, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with sender.offering(SOURCE):
+    with sender.offering(source):
         status, message = ask(sender, "/transfers", {**ASKED, "over": "nccl"})
     assert (status, "sees no GPU. Give it one of its own" in message) == (409, True)
 

@@ -20,7 +20,7 @@ from gateway.vllm_plugin.fetching import buckets_of, fetch
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import checksum_of
 from tests.support.policies import trainer_settings
-from tests.support.receivers import ranks_of, sums_of_arrays
+from tests.support.receivers import no_files, ranks_of, sums_of_arrays
 from trainer.publish.offers import WeightSource
 from trainer.publish.rank_sender import RankSender
 from trainer.publish.sender import WeightsSender
@@ -98,7 +98,7 @@ class Trainer:
 
     def __init__(self, stack: ExitStack, ranks: int, **settings: Any) -> None:
         self.named = weights(0)
-        self.senders = [RankSender(lambda rank=rank: parts_of(self.named, rank, ranks), "127.0.0.1") for rank in range(ranks)]
+        self.senders = [RankSender(lambda rank=rank: parts_of(self.named, rank, ranks), no_files, "127.0.0.1") for rank in range(ranks)]
         self.sender = WeightsSender(trainer_settings(**settings))
         for each in (*self.senders, self.sender):
             stack.enter_context(closing(each))

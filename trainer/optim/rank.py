@@ -233,7 +233,7 @@ class Rank:
             sync = self._settings.weight_sync
             port = sync.transfer_port and sync.transfer_port + 1 + self.rank
             written = functools.partial(written_parts, ranks=self.world_size, number=self.rank)
-            self._sender = RankSender(self._sent_parts, sync.transfer_host, port, written)
+            self._sender = RankSender(self._sent_parts, written, sync.transfer_host, port)
         addresses: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(addresses, self._sender.address)
         return addresses

@@ -1,4 +1,4 @@
-"""Weights of one version that are offered to engines: whole, or on the ranks that have their parts.
+"""Weights of one version that are offered to engines, on the ranks that have their parts.
 
 In: the source of a version's weights. Out: sums by tensor, and the plan by which workers fetch words from ranks. Invariant: whatever the
 number of ranks, sums are those of whole tensors; no tensor is gathered for them.
@@ -22,8 +22,7 @@ from spangrad.errors import TrainerError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService
 from spangrad.weights.shards import MASK, ChecksumScope, TensorSums, added
-from trainer.publish.rank_sender import PartsService, RankAddress
-from trainer.publish.shared_file import FilePart
+from trainer.publish.rank_sender import RankAddress
 
 _SECONDS = 600.0
 """Time limit of a rank's answer, in seconds: it copies or sums its share."""
@@ -37,44 +36,16 @@ class WeightSource:
 
     arrays: Weights
     """Yields whole parameters."""
-    ranks: Callable[[], Sequence[RankAddress]] | None = None
-    """Returns the senders of the ranks that hold the parameters. None: this process sends whole ones."""
+    ranks: Callable[[], Sequence[RankAddress]]
+    """Returns the senders of the ranks that hold the parameters."""
     directory: Path | None = None
     """Directory of the version's files, of which each rank reads its share. None: ranks have the parameters in memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankClient:
-    """One rank, as the process that publishes asks it."""
-
-    url: str
-    """URL at which workers reach it."""
-    ask: Callable[[str, Mapping[str, Any]], dict[str, Any]]
-
-
-def remote_rank(address: RankAddress) -> RankClient:
-    """Return a rank that is asked over HTTP."""
-    service = RemoteService(
-        f"the trainer's rank at {address.url}", address.url, address.token, TrainerError, "Start `spangrad train` again, if it has ended."
-    )
-    return RankClient(address.url, lambda path, body: ask(service, "POST", path, body, seconds=_SECONDS))
-
-
-def local_rank(url: str, service: PartsService) -> RankClient:
-    """Return this process as a rank."""
-    return RankClient(url, service.answer)
-
-
-def whole_parts(weights: Weights) -> Iterator[FilePart]:
-    """Yield whole tensors as the parts of a single rank."""
-    for name, array in weights():
-        yield FilePart(name, array.shape, 0, np.ascontiguousarray(array, np.float32))
 
 
 class RanksOffer:
     """Weights of one version on the ranks that have them."""
 
-    def __init__(self, find_ranks: Callable[[], Sequence[RankClient]], *, delta: bool, directory: Path | None = None) -> None:
+    def __init__(self, find_ranks: Callable[[], Sequence[RankAddress]], *, delta: bool, directory: Path | None = None) -> None:
         """Offer what the ranks hold.
 
         Args:
@@ -83,7 +54,7 @@ class RanksOffer:
             directory: as in `WeightSource`.
         """
         self._find_ranks, self._delta, self._directory = find_ranks, delta, str(directory or "")
-        self._ranks: Sequence[RankClient] = ()
+        self._ranks: Sequence[RankAddress] = ()
         self._key = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
         self._plans: dict[str, dict[str, Any]] = {}
@@ -132,14 +103,15 @@ class RanksOffer:
     def _ask(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Ask all ranks at once: what one of them does may wait for the others."""
 
-        def ask_rank(rank: RankClient) -> dict[str, Any]:
-            return rank.ask(path, body)
+        def ask_rank(rank: RankAddress) -> dict[str, Any]:
+            name, remedy = f"the trainer's rank at {rank.url}", "Start `spangrad train` again, if it has ended."
+            return ask(RemoteService(name, rank.url, rank.token, TrainerError, remedy), "POST", path, body, seconds=_SECONDS)
 
         with ThreadPoolExecutor(len(self._ranks), "asks ranks") as threads:
             return list(threads.map(ask_rank, self._ranks))
 
 
-def _joined(ranks: Sequence[RankClient], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined(ranks: Sequence[RankAddress], answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the part of a plan that says which rank has which words; tensors are numbered once for all."""
     shapes: dict[str, Sequence[int]] = {}
     for answer in answers:

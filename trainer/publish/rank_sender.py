@@ -43,15 +43,14 @@ class RankAddress(msgspec.Struct, frozen=True):
 class PartsService:
     """Answers to requests for the parts of one rank."""
 
-    def __init__(self, parts: Parts, written: WrittenParts | None = None) -> None:
+    def __init__(self, parts: Parts, written: WrittenParts) -> None:
         """Answer for these parts; they are read when a version is to be sent.
 
         Args:
             parts: in memory.
-            written: reads those of a version's files, whatever is in memory. None: they are not sent.
+            written: reads those of a version's files, whatever is in memory.
         """
-        self.parts = parts
-        self._written = written
+        self._parts, self._written = parts, written
         self._directory: Path | None = None
         """Directory of the version that is being published. None: it is in memory."""
         self._lock = threading.Lock()
@@ -115,11 +114,7 @@ class PartsService:
         return Binary(held.size(pieces), [each.reshape(-1).view("u1").data for each in words])
 
     def _source(self) -> Iterable[FilePart]:
-        if self._directory is None:
-            return self.parts()
-        if self._written is None:
-            raise TrainerError("weights of a version's files are not sent from here.")
-        return self._written(self._directory)
+        return self._parts() if self._directory is None else self._written(self._directory)
 
     def _of(self, dtype: str) -> HeldParts:
         if dtype not in self._keys:
@@ -130,14 +125,14 @@ class PartsService:
 class RankSender:
     """HTTP server of one rank for publications."""
 
-    def __init__(self, parts: Parts, host: str, port: int = 0, written: WrittenParts | None = None) -> None:
+    def __init__(self, parts: Parts, written: WrittenParts, host: str, port: int = 0) -> None:
         """Listen at the address of this machine from which the process that publishes is reached.
 
         Args:
-            parts: of this rank.
+            parts: of this rank, as for `PartsService`.
+            written: as for `PartsService`.
             host: trainer.weight_sync.transfer_host.
             port: port, or 0 for any free one.
-            written: as for `PartsService`.
 
         Raises:
             SettingsError: this process cannot listen there.

@@ -2,7 +2,7 @@
 
 In: where a version's weights are, and the gateway's requests (gateway/weights/transfer.py has their form). Out: sums, and the way in which
 workers get the words: over `http` from each of the trainer's ranks, or over `nccl` whole from this process. Invariant: weights are sent
-only on requests with the token, which only the gateway gets, or with the key of a plan; the weights sent are those of the checksum.
+only on requests with the token, which only the gateway gets; the weights sent are those of the checksum.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,8 @@ from spangrad.http.tokens import is_token
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import ChecksumScope
 from trainer.publish.nccl_sender import NcclSender
-from trainer.publish.offers import RankClient, RanksOffer, WeightSource, local_rank, remote_rank, whole_parts
-from trainer.publish.parts import Parts
-from trainer.publish.rank_sender import WORDS_PATH, PartsService
-from trainer.publish.token_server import Binary, TokenServer
+from trainer.publish.offers import RanksOffer, WeightSource
+from trainer.publish.token_server import TokenServer
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +49,8 @@ class _Offer:
 class WeightsSender:
     """HTTP server of the trainer for publications."""
 
-    def __init__(self, settings: TrainerSettings, service: Callable[[Parts], PartsService] = PartsService) -> None:
+    def __init__(self, settings: TrainerSettings) -> None:
         """Listen at trainer.weight_sync.transfer_host.
-
-        Args:
-            settings: the trainer's.
-            service: makes what answers workers that fetch words of this process.
 
         Raises:
             SettingsError: it is not an address of this machine, or the port is taken.
@@ -65,12 +59,11 @@ class WeightsSender:
         self.sent: Mapping[str, int] = {}
         """Bytes that were sent over HTTP for the last version, as words (`full`) and as differences (`delta`)."""
         self._offer: _Offer | None = None
-        self._local = service(lambda: ())
         self._nccl = NcclSender()
         sync = settings.weight_sync
         self._delta = sync.delta
         try:
-            self._server = TokenServer(sync.transfer_host, sync.transfer_port, self._allows, self._answer)
+            self._server = TokenServer(sync.transfer_host, sync.transfer_port, lambda _, shown: is_token(shown, self.token), self._answer)
         except OSError as error:
             raise SettingsError(
                 f"trainer.weight_sync.transfer_host = {sync.transfer_host!r}, trainer.weight_sync.transfer_port = "
@@ -86,33 +79,21 @@ class WeightsSender:
     @contextlib.contextmanager
     def offering(self, source: WeightSource) -> Generator[Mapping[str, str]]:
         """Offer these weights to the engines that the gateway names, until the block ends; yield URL and token for the gateway."""
-        self._local.parts = lambda: whole_parts(lambda: iter(offer.named.items()))
-
-        def find_ranks() -> Sequence[RankClient]:
-            return [remote_rank(address) for address in source.ranks()] if source.ranks else [local_rank(self.url, self._local)]
-
-        delta = self._delta and source.ranks is not None
-        offer = self._offer = _Offer(source, RanksOffer(find_ranks, delta=delta, directory=source.directory))
+        offer = self._offer = _Offer(source, RanksOffer(source.ranks, delta=self._delta, directory=source.directory))
         try:
             yield {"url": self.url, "token": self.token}
         finally:
             self._offer = None
-            self._local.parts = lambda: ()
             try:
                 self.sent = offer.ranks.end()
             except TrainerError as error:
                 logger.warning("a rank of the trainer could not be asked to end a transfer: %s", error)
 
-    def _allows(self, path: str, shown: str | None) -> bool:
-        return self._local.is_key(shown) if path == WORDS_PATH else is_token(shown, self.token)
-
-    def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Binary:
+    def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         offer = self._offer
         if offer is None:
             raise TrainerError("no version is being published.")
         match path:
-            case _ if path == WORDS_PATH:
-                return self._local.words(body)
             case "/checksum":
                 return offer.ranks.sums(body["dtype"], body["others"], ChecksumScope(body["scope"]))
             case "/transfers":
