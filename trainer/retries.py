@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import tenacity
@@ -20,7 +21,8 @@ from trainer.shutdown import Shutdown
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_thread = threading.local()
+_at_once: ContextVar[bool] = ContextVar("at_once", default=False)
+"""True: requests of this thread, and of work that copies its context, are made once."""
 BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
 """Wait between a failed attempt and the next, in seconds."""
 
@@ -82,12 +84,12 @@ class Outage:
 
 @contextmanager
 def without_retries() -> Generator[None]:
-    """Let the first error of each request of this thread be raised, until the block ends: its caller tries again by itself."""
-    _thread.at_once = True
+    """Let the first error of each request in this context be raised, until the block ends: its caller tries again by itself."""
+    token = _at_once.set(True)
     try:
         yield
     finally:
-        _thread.at_once = False
+        _at_once.reset(token)
 
 
 def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
@@ -99,7 +101,7 @@ def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseExcepti
         outage: counts and logs the attempts.
         shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
     """
-    if getattr(_thread, "at_once", False):
+    if _at_once.get():
         return work()
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),

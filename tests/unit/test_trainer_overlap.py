@@ -7,15 +7,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from spangrad.errors import SpangradError, StoreError
 from spangrad.types import PolicyVersion
 from tests.support.trainers import FakeOptimizer, FakePublisher, FakeSource, committed, group, settings, wired, write_base
 from trainer.data.batch import Batch
+from trainer.data.source import GroupReader
 from trainer.ledger.skips import SkipReason
+from trainer.ledger.store_retries import retrying_client
 from trainer.overlap import FollowUps, Lookahead
-from trainer.shutdown import Stopped
+from trainer.retries import Outage, without_retries
+from trainer.shutdown import Shutdown, Stopped
 
 SECONDS = 10.0
 """Longest wait for what must happen beside a step."""
@@ -172,3 +176,26 @@ def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_s
         lookahead.check()
     lookahead.check()
     assert (calls, caplog.text.count("does not answer")) == (3, 1)
+
+
+class HalfAway:
+    """A store client that answers queries of transitions, and no others."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+
+    def query_arrow(self, query: str, **_: object) -> pa.Table:
+        if "FROM spangrad_internal.transitions" in query:
+            return pa.table({})
+        self.failures += 1
+        if self.failures > 1:
+            pytest.fail("a failed read of builds was repeated")
+        raise StoreError("the store is away.")
+
+
+def test_load_without_retries_fails_at_first_error_of_either_query(base: Path, tmp_path: Path):
+    chosen, client = settings(base, tmp_path / "policies"), HalfAway()
+    reader = GroupReader(retrying_client(client, "http://store", Outage("the span store"), Shutdown()), chosen)  # type: ignore[arg-type]
+    with without_retries(), pytest.raises(StoreError, match="the store is away"):
+        reader.load([group("a")])
+    assert client.failures == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from datetime import UTC
 from typing import TYPE_CHECKING, Any
@@ -320,7 +321,7 @@ class GroupReader:
 
     def _load(self, groups: Sequence[Group], builds_of: Callable[[], pl.DataFrame]) -> Loaded:
         """Read the transitions of groups of one run and specification; their rollouts are read beside."""
-        reading = self._beside.submit(builds_of)
+        reading = self._beside.submit(copy_context().run, builds_of)  # also where an outage is not waited for
         rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=self._in_groups(groups)), groups)
         builds = reading.result()
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
