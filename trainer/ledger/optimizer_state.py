@@ -2,7 +2,7 @@
 
 Every version has its weights; the optimizer's state (moments, schedule, random states, critic) is twice as large, and written beside every
 trainer.checkpoint.every-th. Invariant: of each version that is kept, the newest version on the way to it that has a state is kept as well,
-so that the steps between the two can be replayed (`trainer.replay`).
+so that the steps between the two can be replayed (`trainer.restoring`).
 """
 
 from __future__ import annotations

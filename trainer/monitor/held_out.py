@@ -69,7 +69,7 @@ class HeldOutRollouts:
         self._rollouts: dict[str, HeldOutRollout] = {}
         self._by_version: dict[int, dict[str, HeldOutRollout]] = {}
         self.games = PlayedGames()
-        """PlayedGames of all rollouts that were read."""
+        """Games of all rollouts that were read."""
 
     def of_version(self, version: int) -> Collection[HeldOutRollout]:
         """Return the rollouts of a version that were read."""

@@ -18,7 +18,7 @@ import numpy as np
 
 _POINTS = 400.0
 _PRIOR_GAMES = 1.0
-"""PlayedGames against a script that count beside each competitor's own, all drawn: without them, who has won everything has no rating."""
+"""Games against a script that count beside each competitor's own, all drawn: without them, who has won everything has no rating."""
 _ITERATIONS = 5000
 _TOLERANCE = 1e-6
 """Largest relative change of a strength at which the iteration ends."""
