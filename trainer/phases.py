@@ -54,7 +54,7 @@ class Phases:
     @property
     def number(self) -> int:
         """Number of the phase whose rollouts this policy trains next, from 0."""
-        return len(self._played(self._policy)) - 1
+        return max(len(self._played(self._policy)) - 1, 0)
 
     def versions(self) -> dict[str, int]:
         """Return the version of each other policy that plays this policy's phase; those that are not updated yet are left out."""
@@ -84,14 +84,18 @@ class Phases:
 
     def is_open(self) -> bool:
         """Return whether the versions of all policies that play this policy's phase are recorded as served; log each wait once."""
-        versions = self.versions() if self._others else {}
-        missing = [policy for policy in self._others if policy not in versions or not self._entered(policy, versions[policy])]
+        missing = self.awaited()
         is_open = not missing and self.has_entered()
-        awaited = f"phase {self.number} begins once {', '.join(missing)} is updated and served" if missing else ""
-        if awaited not in {"", self._awaited}:
-            logger.info("%s", awaited)
-        self._awaited = awaited
+        text = f"phase {self.number} begins once {', '.join(missing)} is updated and served" if missing else ""
+        if text not in {"", self._awaited}:
+            logger.info("%s", text)
+        self._awaited = text
         return is_open
+
+    def awaited(self) -> list[str]:
+        """Return the other policies whose version that plays this policy's phase is not recorded as served."""
+        versions = self.versions() if self._others else {}
+        return [policy for policy in self._others if policy not in versions or not self._entered(policy, versions[policy])]
 
     def figures(self) -> dict[str, float]:
         """Return metrics: number of the phase; nothing without phases."""

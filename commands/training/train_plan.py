@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _WORDS = {
     "batch": "would be trained",
     "left": "waits for others: a batch takes more",
+    "phase": "waits for its phase: other policies are updated first",
     "skipped": "skipped",
     "incomplete": "waits for rows that the store does not show yet",
     "waiting": "waits for its rollouts",

@@ -11,7 +11,7 @@ import polars as pl
 from spangrad.settings import Settings
 from tests.support.policies import trainer_settings, transition_row
 from tests.support.trainers import FakeMirror, FakePublisher, FakeSource, begun
-from trainer.data.source import BatchRollout, Group, Loaded
+from trainer.data.source import BatchRollout, Group, GroupState, Loaded
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.loop import Trainer
 
@@ -30,6 +30,12 @@ class MatchSource(FakeSource):
     def play(self, name: str, versions: dict[str, int]) -> None:
         self.names.append(name)
         self.played[name] = versions
+
+    def states(self) -> list[GroupState]:
+        return [GroupState(group, 2, 2) for group in self.ready()]
+
+    def unbuilt(self) -> int:
+        return 0
 
     def load(self, groups: Iterable[Group]) -> Loaded:
         rollouts = [(group, f"{group.group_id}-{i}", float(i)) for group in groups for i in range(2)]

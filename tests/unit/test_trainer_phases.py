@@ -10,6 +10,8 @@ from spangrad.errors import SettingsError
 from tests.support.phases import PLAYERS, PhaseTable
 from tests.support.policies import trainer_settings
 from tests.support.trainers import group, write_base
+from trainer.data import planning
+from trainer.data.plan import GroupOutcome, TrainPlan
 from trainer.ledger.skips import Skip, SkipReason
 from trainer.phases import check
 
@@ -52,6 +54,29 @@ def test_phases_demand_waits_until_all_policies_are_served(table: PhaseTable, mo
     white.run(follow=False)
     black.run(follow=False)
     assert set(demanded) == {0, 1}
+
+
+def test_plan_in_phases_equals_trained_groups(table: PhaseTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    black = table.trainers["black"]
+    monkeypatch.setattr(planning, "GroupReader", lambda _client, _settings: table.source)
+
+    def plan() -> TrainPlan:
+        return planning.plan_of(black.settings, None, black.ledger)  # type: ignore[arg-type]
+
+    table.source.play("other", {"black": 0, "white": 7})
+    table.play("a", "b")
+    outcomes = {row.group_id: (row.outcome, row.batch, row.reason) for row in plan().groups}
+    trained = (GroupOutcome.BATCH, 1, None)
+    assert outcomes == {"other": (GroupOutcome.SKIPPED, None, SkipReason.OTHER_PHASE), "a": trained, "b": trained}
+    assert table.turn("black")
+    table.play("c", "d")
+    closed = plan()
+    assert [row.group_id for row in closed.with_outcome(GroupOutcome.PHASE)] == ["c", "d"]
+    assert (closed.batches, table.turn("black")) == (0, False)
+    assert closed.summary.startswith(
+        "there is nothing to train: the phase begins once white is updated and served (trainer.phase_policies)"
+    )
+    assert planning.plan_of(black.settings, None, None).batches == 0, "without a ledger no policy is served"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("killed", [("black",), ("white",), PLAYERS])

@@ -41,6 +41,9 @@ _NAMED = 8
 
 
 PhaseSkips = Callable[[Sequence[Group], Loaded], Mapping[Group, Skip]]
+"""Function that returns those of some groups, all loaded, that versions of other phases played."""
+Claimed = Callable[[Sequence[BatchRollout]], Mapping[Group, str]]
+"""Function that returns the groups of which a rollout is in a batch of the branch, with a sentence about each."""
 
 
 @dataclass
@@ -51,6 +54,83 @@ class _Incomplete:
     delay: float
     again: float
     """Time of the next load, in seconds of the monotonic clock."""
+
+
+class HeldGroups:
+    """Loaded groups: each is read once, and held until it is freed."""
+
+    def __init__(self) -> None:
+        self._loaded: Loaded | None = None
+
+    @property
+    def groups(self) -> set[Group]:
+        """Return the groups that are held."""
+        return {rollout.group for rollout in self._loaded.rollouts} if self._loaded else set()
+
+    def load(self, load: Callable[[Sequence[Group]], Loaded], groups: Collection[Group]) -> Loaded:
+        """Load those of the groups that are not held yet, and return what is held of all of them.
+
+        Args:
+            load: reads groups (`GroupReader.load`).
+            groups: one at least.
+        """
+        held = self.groups
+        if missing := [group for group in groups if group not in held]:
+            loaded = load(missing)
+            self._loaded = self._loaded + loaded if self._loaded else loaded
+        assert self._loaded
+        return self._loaded.only(set(groups))
+
+    def free(self, groups: Collection[Group]) -> None:
+        """Free what is held of groups."""
+        if self._loaded:
+            kept = self.groups.difference(groups)
+            self._loaded = self._loaded.only(kept) if kept else None
+
+
+def most_held(settings: TrainerSettings) -> int:
+    """Return the largest number of ready groups that are held: a batch more than the steps within the staleness bound can use."""
+    return (settings.sampling.max_staleness + 2) * settings.sampling.groups_per_batch
+
+
+def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[Group]:
+    """Return those of the ready groups that may be trained, in the order in which batches take them.
+
+    Args:
+        ready: in the order in which they became ready.
+        checked: those that may be trained, with the oldest version that answered a call of each.
+    """
+    return sorted((group for group in ready if group in checked), key=checked.__getitem__)
+
+
+def all_skips(
+    groups: Sequence[Group],
+    loaded: Loaded,
+    settings: TrainerSettings,
+    *,
+    lineage: Sequence[int],
+    tokenizer_hash: str,
+    of_phases: PhaseSkips,
+    claimed: Claimed,
+) -> dict[Group, Skip]:
+    """Return those of the groups that may not be trained from the newest version of the lineage.
+
+    Args:
+        groups: ready groups, all of them loaded.
+        loaded: their rollouts and transitions.
+        settings: of the trainer.
+        lineage: the committed versions that led to the one about to be trained, which is last.
+        tokenizer_hash: the policy's.
+        of_phases: returns the groups of other phases.
+        claimed: returns the groups that are trained already.
+    """
+    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    skips |= {group: skip for group, skip in of_phases(groups, loaded).items() if group not in skips}
+    return skips | _already_trained(claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips]))
+
+
+def _already_trained(claimed: Mapping[Group, str]) -> dict[Group, Skip]:
+    return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
 
 
 class BatchQueue:
@@ -74,7 +154,7 @@ class BatchQueue:
         self._on_stale = on_stale
         self._of_phases = of_phases
         self._groups = ReadyGroups(branch.ledger, settings)
-        self._held: Loaded | None = None
+        self._held = HeldGroups()
         self._sound: dict[Group, int] = {}
         """Held groups that may be trained from `_head`, with the oldest version that answered a call of each."""
         self._under_way: set[Group] = set()
@@ -94,8 +174,8 @@ class BatchQueue:
         self._judge_again(source.build_spec, head)
         waiting = self._waiting()
         self.ready = [group for group in self._groups.poll(source) if group not in waiting]
-        while unchecked := [group for group in self.ready[: self._most_held] if group not in self._sound]:
-            loaded = self._load(source, unchecked)
+        while unchecked := [group for group in self.ready[: most_held(self._settings)] if group not in self._sound]:
+            loaded = self._held.load(source.load, unchecked)
             for group in unchecked:
                 if group not in loaded.incomplete:
                     self._incomplete.pop(group, None)
@@ -121,9 +201,8 @@ class BatchQueue:
         began = time.time_ns()
         self.look(source, head)
         count = self._settings.sampling.groups_per_batch
-        while len(chosen := self._oldest()[:count]) == count:
-            assert self._held
-            loaded = self._held.only(set(chosen))
+        while len(chosen := oldest_first(self.ready, self._sound)[:count]) == count:
+            loaded = self._held.load(source.load, chosen)
             if skips := self._claimed(chosen, loaded):
                 self._skip(skips, head)
                 self.look(source, head)
@@ -132,10 +211,6 @@ class BatchQueue:
             self._under_way = set(chosen)
             return loaded
         return None
-
-    def _oldest(self) -> list[Group]:
-        """Return the ready groups that may be trained, those of the oldest versions first."""
-        return sorted((group for group in self.ready if group in self._sound), key=self._sound.__getitem__)
 
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
         """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
@@ -159,12 +234,12 @@ class BatchQueue:
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already."""
         self._under_way = set()
-        self._skip({group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in groups.items()}, head)
+        self._skip(_already_trained(groups), head)
 
     def forget(self, batch: Loaded) -> None:
         """Free what was loaded of a batch: it is trained."""
         self._under_way = set()
-        self._keep(self._groups_held() - {rollout.group for rollout in batch.rollouts})
+        self._free({rollout.group for rollout in batch.rollouts})
 
     @property
     def sound_groups(self) -> set[Group]:
@@ -175,11 +250,6 @@ class BatchQueue:
         """Return metrics: groups that wait for rows that the store does not show yet, and those that failed among the newest."""
         failures = self._branch.ledger.skips.failures(self._settings.run_id, self._window)
         return {"groups_incomplete": float(len(self._incomplete)), "groups_failed": float(failures.count)}
-
-    @property
-    def _most_held(self) -> int:
-        """Largest number of ready groups that are held: a batch more than the steps within the staleness bound can use."""
-        return (self._settings.sampling.max_staleness + 2) * self._settings.sampling.groups_per_batch
 
     @property
     def _window(self) -> int:
@@ -198,38 +268,26 @@ class BatchQueue:
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
 
-    def _load(self, source: GroupReader, chosen: Sequence[Group]) -> Loaded:
-        """Load the groups that are not held yet, and return what is held of all of them."""
-        held = self._groups_held()
-        if missing := [group for group in chosen if group not in held]:
-            loaded = source.load(missing)
-            self._held = self._held + loaded if self._held else loaded
-        assert self._held
-        return self._held.only(set(chosen))
-
-    def _groups_held(self) -> set[Group]:
-        return {rollout.group for rollout in self._held.rollouts} if self._held else set()
-
-    def _keep(self, groups: Collection[Group]) -> None:
-        """Free what is held of other groups."""
-        self._sound = {group: version for group, version in self._sound.items() if group in groups}
-        if self._held:
-            self._held = self._held.only(groups) if groups else None
+    def _free(self, groups: Collection[Group]) -> None:
+        """Free what is held of groups."""
+        self._sound = {group: version for group, version in self._sound.items() if group not in groups}
+        self._held.free(groups)
 
     def _checked(self, groups: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
         """Return those of the groups that may not be trained now."""
-        lineage = self._branch.lineage()
-        skips = find_skips(groups, loaded, self._settings, lineage=lineage, tokenizer_hash=head.tokenizer_hash)
-        skips |= {group: skip for group, skip in self._of_phases(groups, loaded).items() if group not in skips}
-        return skips | self._already_trained([rollout for rollout in loaded.rollouts if rollout.group not in skips])
+        return all_skips(
+            groups,
+            loaded,
+            self._settings,
+            lineage=self._branch.lineage(),
+            tokenizer_hash=head.tokenizer_hash,
+            of_phases=self._of_phases,
+            claimed=self._branch.claimed,
+        )
 
     def _claimed(self, chosen: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:
         """Return those groups of a batch of which a rollout is trained by now, or is in an earlier group of the batch as well."""
-        return self._already_trained(loaded.rollouts) or same_ids(loaded.rollouts, chosen)
-
-    def _already_trained(self, rollouts: Sequence[BatchRollout]) -> dict[Group, Skip]:
-        claimed = self._branch.claimed(rollouts)
-        return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
+        return _already_trained(self._branch.claimed(loaded.rollouts)) or same_ids(loaded.rollouts, chosen)
 
     def _skip(self, skips: Mapping[Group, Skip], head: LedgerVersion) -> None:
         if any(skip.reason is SkipReason.STALE for skip in skips.values()):
@@ -241,7 +299,7 @@ class BatchQueue:
             detail = f". {groups[0].group_id}: {skips[groups[0]].detail}" if skips[groups[0]].detail else ""
             logger.warning("%d groups are skipped (%s): %s%s", len(groups), reason, names, detail)
         self.ready = [group for group in self.ready if group not in skips]
-        self._keep(self._groups_held() - skips.keys())
+        self._free(skips.keys())
         if any(skip.reason in FAILURES for skip in skips.values()):
             self._stop_if_too_many_failed()
 
@@ -259,7 +317,7 @@ class BatchQueue:
                 logger.warning("group %s is not ready yet: %s It is looked at again.", group.group_id, detail)
             self._incomplete[group] = _Incomplete(detail, delay, time.monotonic() + delay)
         self.ready = [group for group in self.ready if group not in incomplete]
-        self._keep(self._groups_held() - incomplete.keys())
+        self._free(incomplete.keys())
 
     def _stop_if_too_many_failed(self) -> None:
         """End the run where too many groups failed.

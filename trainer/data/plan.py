@@ -13,9 +13,10 @@ from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
 from spangrad.types import Mode
-from trainer.data.group_checks import find_skips, same_ids
-from trainer.data.source import BatchRollout, Group, GroupState, Loaded
-from trainer.ledger.skips import SkipReason
+from trainer.data.batch_queue import Claimed, HeldGroups, PhaseSkips, all_skips, most_held, oldest_first
+from trainer.data.group_checks import same_ids
+from trainer.data.source import Group, GroupState, Loaded
+from trainer.ledger.skips import Skip, SkipReason
 
 
 class GroupOutcome(StrEnum):
@@ -25,6 +26,8 @@ class GroupOutcome(StrEnum):
     """It is trained."""
     LEFT = "left"
     """It is ready, and too few others are for a batch (trainer.sampling.groups_per_batch)."""
+    PHASE = "phase"
+    """It is ready, and its phase begins once other policies are updated (trainer.phase_policies)."""
     SKIPPED = "skipped"
     """It may not be trained, now or later: `PlannedGroup.reason` names the reason."""
     INCOMPLETE = "incomplete"
@@ -71,8 +74,10 @@ class LedgerHistory:
     leased: frozenset[tuple[str, str]]
     """Mode and id of finished groups whose step is under way."""
     skipped: dict[Group, SkipReason]
-    claimed: Callable[[Sequence[BatchRollout]], Mapping[Group, str]] = lambda _: {}
-    """Function that returns the groups of which a rollout is in a committed batch, with a sentence about each."""
+    claimed: Claimed = lambda _: {}
+    awaited: Sequence[str] = ()
+    """Other policies that must be updated and served before the policy's phase begins (`Phases.awaited`)."""
+    of_phases: PhaseSkips = lambda _groups, _loaded: {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,8 @@ class TrainPlan:
     """Number of rollouts that have ended and are not built."""
     elsewhere: tuple[str, ...]
     """Descriptions of rollouts built of other runs or by other specifications; empty where this run has groups."""
+    awaited: tuple[str, ...] = ()
+    """Other policies that must be updated and served before anything is trained (trainer.phase_policies)."""
     best: str = ""
     """Description of the best version on held-out rollouts; empty: none has been evaluated."""
 
@@ -124,7 +131,9 @@ class TrainPlan:
     def _groups_in_store(self) -> int:
         return sum(
             group.mode == Mode.TRAIN
-            for group in self.with_outcome(GroupOutcome.LEFT, GroupOutcome.WAITING, GroupOutcome.INCOMPLETE, GroupOutcome.UNDER_WAY)
+            for group in self.with_outcome(
+                GroupOutcome.LEFT, GroupOutcome.PHASE, GroupOutcome.WAITING, GroupOutcome.INCOMPLETE, GroupOutcome.UNDER_WAY
+            )
         )
 
     def _skips(self) -> str:
@@ -146,6 +155,8 @@ class TrainPlan:
             self.with_outcome(outcome) for outcome in (GroupOutcome.LEFT, GroupOutcome.WAITING, GroupOutcome.NO_GROUP)
         )
         reasons: list[str] = []
+        if self.awaited:
+            reasons.append(f"the phase begins once {', '.join(self.awaited)} is updated and served (trainer.phase_policies)")
         if left:
             reasons.append(
                 f"{_are(len(left), 'group')} ready and a batch takes {self.groups_per_batch} (trainer.sampling.groups_per_batch)"
@@ -185,64 +196,76 @@ def planned(
         history: the ledger's conclusions.
         settings: of the trainer.
     """
-    outcomes: dict[Group, PlannedGroup] = {}
-    ready: list[GroupState] = []
+    outcomes: dict[Group, _Outcome] = {}
+    ready: list[Group] = []
     for state in states:
         group = state.group
         key = (group.mode, group.group_id)
         if group in history.skipped:
-            outcomes[group] = _planned_group(state, GroupOutcome.SKIPPED, reason=history.skipped[group])
+            outcomes[group] = (GroupOutcome.SKIPPED, None, history.skipped[group])
         elif key in history.leased:
-            outcomes[group] = _planned_group(state, GroupOutcome.UNDER_WAY)
+            outcomes[group] = (GroupOutcome.UNDER_WAY, None, None)
         elif key in history.finished:
-            outcomes[group] = _planned_group(state, GroupOutcome.TRAINED)
+            outcomes[group] = (GroupOutcome.TRAINED, None, None)
         elif group.mode not in settings.modes:
-            outcomes[group] = _planned_group(state, GroupOutcome.OTHER_MODE)
+            outcomes[group] = (GroupOutcome.OTHER_MODE, None, None)
         elif not state.size:
-            outcomes[group] = _planned_group(state, GroupOutcome.NO_GROUP)
+            outcomes[group] = (GroupOutcome.NO_GROUP, None, None)
         elif not state.whole:
-            outcomes[group] = _planned_group(state, GroupOutcome.WAITING)
+            outcomes[group] = (GroupOutcome.WAITING, None, None)
         else:
-            ready.append(state)
-    lineage, batch = list(history.lineage), 0
-    while ready:
-        chosen = ready[: settings.sampling.groups_per_batch]
-        loaded = load([item.group for item in chosen])
-        if loaded.incomplete:
-            outcomes |= {item.group: _planned_group(item, GroupOutcome.INCOMPLETE) for item in chosen if item.group in loaded.incomplete}
-            ready = [item for item in ready if item.group not in loaded.incomplete]
-            continue
-        reasons = _reasons([item.group for item in chosen], loaded, lineage, history, settings)
-        if reasons:
-            outcomes |= {
-                item.group: _planned_group(item, GroupOutcome.SKIPPED, reason=reasons[item.group])
-                for item in chosen
-                if item.group in reasons
-            }
-            ready = [item for item in ready if item.group not in reasons]
-        elif len(chosen) < settings.sampling.groups_per_batch:
-            outcomes |= {item.group: _planned_group(item, GroupOutcome.LEFT) for item in chosen}
+            ready.append(group)
+    outcomes |= _outcomes_of_ready(ready, load, history, settings)
+    order = {outcome: index for index, outcome in enumerate(GroupOutcome)}
+    known = {state.group: state for state in states}
+    groups = [
+        PlannedGroup(group.mode, group.group_id, known[group].rollouts, known[group].size, *outcome) for group, outcome in outcomes.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (group.batch or 1 << 62, order[group.outcome])))
+
+
+_Outcome = tuple[GroupOutcome, int | None, SkipReason | None]
+"""Outcome of a group, number of its batch, and reason for which it is skipped."""
+
+
+def _outcomes_of_ready(
+    ready: list[Group], load: Callable[[Sequence[Group]], Loaded], history: LedgerHistory, settings: TrainerSettings
+) -> dict[Group, _Outcome]:
+    """Return the outcomes of groups that are whole, as `BatchQueue` would take them batch after batch."""
+    lineage, batch, count = list(history.lineage), 0, settings.sampling.groups_per_batch
+    held, checked, outcomes = HeldGroups(), dict[Group, int](), dict[Group, _Outcome]()
+    while not history.awaited:
+        decided: dict[Group, _Outcome] = {}
+        skips: Mapping[Group, Skip] = {}
+        if unchecked := [group for group in ready[: most_held(settings)] if group not in checked]:
+            loaded = held.load(load, unchecked)
+            decided = dict.fromkeys(loaded.incomplete, (GroupOutcome.INCOMPLETE, None, None))
+            if complete := [group for group in unchecked if group not in decided]:
+                examined = loaded.only(set(complete))
+                skips = all_skips(
+                    complete,
+                    examined,
+                    settings,
+                    lineage=lineage,
+                    tokenizer_hash=history.tokenizer_hash,
+                    of_phases=history.of_phases,
+                    claimed=history.claimed,
+                )
+                versions = examined.oldest_versions(settings.policy)
+                checked |= {group: versions.get(group, lineage[-1]) for group in complete if group not in skips}
+        elif len(chosen := oldest_first(ready, checked)[:count]) < count:
             break
-        else:
+        elif not (skips := same_ids(held.load(load, chosen).rollouts, chosen)):
             batch += 1
             lineage.append(lineage[-1] + 1)  # the number that it will have, or a smaller one; either way it is the newest
-            outcomes |= {item.group: _planned_group(item, GroupOutcome.BATCH, batch=batch) for item in chosen}
-            ready = ready[settings.sampling.groups_per_batch :]
-    order = {outcome: index for index, outcome in enumerate(GroupOutcome)}
-    return tuple(sorted(outcomes.values(), key=lambda group: (group.batch or 1 << 62, order[group.outcome])))
-
-
-def _reasons(
-    groups: Sequence[Group], loaded: Loaded, lineage: Sequence[int], history: LedgerHistory, settings: TrainerSettings
-) -> dict[Group, SkipReason]:
-    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=history.tokenizer_hash)
-    if not skips and (claimed := history.claimed(loaded.rollouts)):
-        return dict.fromkeys(claimed, SkipReason.ALREADY_TRAINED)
-    return {group: skip.reason for group, skip in (skips or same_ids(loaded.rollouts, groups)).items()}
-
-
-def _planned_group(state: GroupState, outcome: GroupOutcome, *, batch: int | None = None, reason: SkipReason | None = None) -> PlannedGroup:
-    return PlannedGroup(state.group.mode, state.group.group_id, state.rollouts, state.size, outcome, batch, reason)
+            checked = {}
+            decided = dict.fromkeys(chosen, (GroupOutcome.BATCH, batch, None))
+        decided |= {group: (GroupOutcome.SKIPPED, None, skip.reason) for group, skip in skips.items()}
+        outcomes |= decided
+        ready = [group for group in ready if group not in decided]
+        held.free(decided)
+    left = GroupOutcome.PHASE if history.awaited else GroupOutcome.LEFT
+    return outcomes | dict.fromkeys(ready, (left, None, None))
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:

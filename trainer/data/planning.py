@@ -18,6 +18,7 @@ from trainer.ledger.demand import ConsumedGroups, Consumption, in_flight
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best, versions_with_weights
+from trainer.phases import Phases
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -45,7 +46,14 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
     source = GroupReader(client, settings)
     history = history_of(settings, ledger, source.build_spec)
     trainer = settings.trainer
-    groups = planned(source.states(), source.load, history, trainer)
+    phases = Phases(ledger, trainer) if ledger else None
+    try:
+        awaited = tuple(phases.awaited() if phases else trainer.phase_policies)
+        history = replace(history, awaited=awaited, of_phases=phases.skips if phases else history.of_phases)
+        groups = planned(source.states(), source.load, history, trainer)
+    finally:
+        if phases:
+            phases.close()
     consumed = Consumption(ledger, trainer, source.build_spec).read() if ledger else ConsumedGroups(0, 0, {})
     planned_steps = max((group.batch or 0 for group in groups), default=0) + bool(history.leased)
     consumed = replace(consumed, steps=consumed.steps + planned_steps)
@@ -61,6 +69,7 @@ def plan_of(settings: Settings, client: Client, ledger: Ledger | None) -> TrainP
         groups=groups,
         unbuilt=source.unbuilt(),
         elsewhere=() if groups else tuple(source.elsewhere()),
+        awaited=awaited,
         best=describe_best(best_version, trainer) if best_version else "",
     )
 
