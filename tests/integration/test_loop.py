@@ -364,7 +364,7 @@ def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Setting
     assert {names[rollout.rollout_id]: rollout.failure for rollout in loaded.rollouts} == {name or "well": name for name in fails}
     trained = dict(loaded.transitions.select("RolloutId", "Rewards.Value").rows())
     assert {names[rollout]: values for rollout, values in trained.items()} == {"context_overflow": [-0.5], "timeout": [-1.0], "well": [1.0]}
-    assert failed_shares(loaded, "policy", [0], 0.5)["failed_share"] == 0.75
+    assert failed_shares(loaded, 0.5)["failed_share"] == 0.75
 
 
 def test_loop_rollout_without_reward_is_drop(gateway: Settings, tmp_path: Path) -> None:

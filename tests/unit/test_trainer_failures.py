@@ -46,20 +46,18 @@ def loaded(*rollouts: tuple[str, int | None]) -> Loaded:
     return Loaded([BatchRollout(of, f"r{n}", 0, 0, failure) for n, (failure, _) in enumerate(rollouts)], pl.DataFrame(rows + judged))
 
 
-def test_failed_shares_by_reason_and_version() -> None:
+def test_failed_shares_by_reason() -> None:
     batch = loaded(("timeout", 4), ("", 4), ("", 4), ("", 4), ("timeout", 2), ("exception", 2), ("crash", None), ("", 7))
-    assert failed_shares(batch, "policy", [0, 2, 4], 0.5) == {
+    assert failed_shares(batch, 0.5) == {
         "failed_share": 0.5,
         "failed_alarm": 0.0,
         "failed_share_crash": 0.125,
         "failed_share_exception": 0.125,
         "failed_share_timeout": 0.25,
-        "failed_share_staleness_0": 0.25,
-        "failed_share_staleness_1": 1.0,
     }
-    assert failed_shares(batch, "policy", [0, 2, 4], 0.4)["failed_alarm"] == 1.0
-    assert failed_shares(loaded(("", 0)), "policy", [0], 0.0)["failed_alarm"] == 0.0
-    assert failed_shares(Loaded([], pl.DataFrame()), "policy", [0], 0.5) == {}
+    assert failed_shares(batch, 0.4)["failed_alarm"] == 1.0
+    assert failed_shares(loaded(("", 0)), 0.0)["failed_alarm"] == 0.0
+    assert failed_shares(Loaded([], pl.DataFrame()), 0.5) == {}
 
 
 def test_failed_alarm_in_trainer_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

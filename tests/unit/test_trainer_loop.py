@@ -79,7 +79,7 @@ def test_trainer_once_takes_whole_batches_oldest_first(tmp_path: Path, base: Pat
         "rollouts": 4.0, "groups": 2.0, "mean_return": 0.5, "mean_reward_reward": 0.5, "seconds_publish": 0.25,
         "success": 0.5, "staleness_mean": 1.0, "staleness_max": 1.0, "drops": 0.0, "return_std": 0.5,
         "truncated_share": 0.0, "response_tokens_mean": 2.0, "response_tokens_p95": 2.0,
-        "failed_share": 0.0, "failed_alarm": 0.0, "failed_share_staleness_1": 0.0,
+        "failed_share": 0.0, "failed_alarm": 0.0,
         # Two groups are trained, and a batch of two is wanted for each of the 9 versions that calls may lie behind, and for the next.
         "groups_wanted": 22.0, "groups_skipped": 0.0, "filtered_share": 0.0, "publish_retries": 0.0, "store_retries": 0.0,
         "groups_incomplete": 0.0, "groups_failed": 0.0,

@@ -51,7 +51,7 @@ def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[i
         "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
         "staleness_max": float(behind.max(initial=0)),
         "drops": float(sum(rollout.drops for rollout in loaded.rollouts)),
-        **failed_shares(loaded, settings.policy, lineage, settings.alarms.failed_share),
+        **failed_shares(loaded, settings.alarms.failed_share),
         **role_metrics(loaded.transitions, settings.credit.reward_weights),
         **_responses(calls),
     }
