@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spangrad.errors import TrainerError
 from tests.support.policies import transition_row
 from trainer.data.merge import Sequences, merge, separate
 
@@ -118,21 +117,6 @@ def test_separate_keeps_each_call_in_its_place():
     assert described(separated) == [(["a-1"], "1 2 3 | [4]"), (["a-0"], "1 | [2] [2]")]
     assert separated.advantages.tolist() == [0, 0, 0, 1, 0, -1, -1]
     assert (separated.merge_ratio, separated.trained_tokens) == (1.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"PromptIds": []}, "transition-a-0 has 0 prompt and 2 response tokens"),
-        ({"ResponseIds": [], "Logprobs": []}, "transition-a-0 has 3 prompt and 0 response tokens"),
-        ({"Logprobs": [-1.0]}, "transition-a-0 has 2 response tokens and 1 logprobs"),
-    ],
-)
-def test_merge_and_separate_untrainable_row_raises(changes: dict[str, Any], says: str):
-    rows = frame([transition_row("b"), transition_row("a", **changes)])
-    for make in (separate, merge):
-        with pytest.raises(TrainerError, match=says):
-            make(rows, pl.Series([1.0, 1.0]))
 
 
 def versions_by_token(row: dict[str, Any]) -> tuple[int, ...]:

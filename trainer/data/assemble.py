@@ -56,7 +56,6 @@ def assemble(
 
     Raises:
         SettingsError: credit or selection has no meaning.
-        TrainerError: a row is empty or contradicts itself.
     """
     rule, transitions = CreditRule.of(settings), loaded.transitions
     if loaded.greedy is not None:

@@ -21,7 +21,6 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from spangrad.errors import TrainerError
 from trainer.credit.assignment import GROUP, KEY
 from trainer.data.token_versions import UNKNOWN, token_versions
 
@@ -90,9 +89,6 @@ def separate(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
         transitions: rows with the columns of `credit.KEY`, TransitionId, CallId, PromptIds, ResponseIds, Logprobs, Temperature, Reshaping,
             Version, `Versions.Start` and `Versions.Version`.
         advantages: one per row.
-
-    Raises:
-        TrainerError: a row is empty or contradicts itself.
     """
     separate_rows = np.full(len(transitions), -1, np.int64)
     return _assemble(transitions, advantages, separate_rows)
@@ -107,9 +103,6 @@ def merge(transitions: pl.DataFrame, advantages: pl.Series) -> Sequences:
     Args:
         transitions: as for `separate`, with Turn, Policy and TokenizerHash.
         advantages: one per row.
-
-    Raises:
-        TrainerError: a row is empty or contradicts itself.
     """
     ordered = transitions.with_columns(advantages.cast(pl.Float64).alias("_Advantage")).sort(*KEY, *_ALIKE, "Turn", "CallId")
     partition = ordered.select(pl.struct(*KEY, *_ALIKE).rle_id()).to_series()
@@ -153,7 +146,7 @@ def _bytes(ids: pl.Series) -> tuple[bytes, list[int]]:
 
 def _assemble(rows: pl.DataFrame, advantages: pl.Series, predecessors: NDArray[np.int64]) -> Sequences:
     """Lay out the chains that `predecessors` make: the ids of a chain are its last call's prompt and response."""
-    prompts, responses = _lengths(rows)
+    prompts, responses = (rows[name].list.len().to_numpy().astype(np.int64) for name in ("PromptIds", "ResponseIds"))
     first = predecessors < 0
     sequence = np.where(first, np.cumsum(first) - 1, -1)
     for row in np.flatnonzero(~first).tolist():
@@ -208,29 +201,3 @@ def _calls(names: pl.Series, sequence: NDArray[np.int64]) -> pl.Series:
 
 def _flat(lists: pl.Series, dtype: pl.DataType) -> NDArray[np.generic]:
     return lists.explode(empty_as_null=False).cast(dtype).to_numpy()
-
-
-def _lengths(rows: pl.DataFrame) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the number of tokens of each prompt and response.
-
-    Raises:
-        TrainerError: one is empty, or has not as many logprobs as response tokens.
-    """
-    prompts, responses, logprobs = (
-        rows[name].list.len().fill_null(0).to_numpy().astype(np.int64) for name in ("PromptIds", "ResponseIds", "Logprobs")
-    )
-    empty = np.flatnonzero((prompts == 0) | (responses == 0))
-    if len(empty):
-        row = int(empty[0])
-        raise TrainerError(
-            f"transition {rows['TransitionId'][row]} has {prompts[row]} prompt and {responses[row]} response tokens; both are needed. "
-            "Rebuild its rollout with `spangrad build`."
-        )
-    odd = np.flatnonzero(responses != logprobs)
-    if len(odd):
-        row = int(odd[0])
-        raise TrainerError(
-            f"transition {rows['TransitionId'][row]} has {responses[row]} response tokens and {logprobs[row]} logprobs. "
-            "Rebuild its rollout with `spangrad build`."
-        )
-    return prompts, responses
