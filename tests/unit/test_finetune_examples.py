@@ -299,9 +299,9 @@ def test_read_examples_every_row_is_trained_held_out_or_left_out(
         return
     assert len(examples.trained) + len(examples.held_out) + examples.left_out.total() == examples.rows == len(rows) + 1
     assert not {example.unit for example in examples.trained} & {
-        example.unit for example in examples.held_out if example.origins[0].mode in {"train", "production"}
+        example.unit for example in examples.held_out if example.origins[0].group.mode in {"train", "production"}
     }
-    assert not [one for one in examples.trained if one.origins[0].mode in {"validate", "probe"}]
+    assert not [one for one in examples.trained if one.origins[0].group.mode in {"validate", "probe"}]
     assert digest_of(examples.trained) == digest_of(read(policy, file, settings=settings).trained), "the same files give the same examples"
 
 

@@ -16,7 +16,7 @@ from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import GROUP, CreditRule, live_groups, with_greedy
 from trainer.credit.learning import ESTIMATORS
 from trainer.data.masks import masks
-from trainer.data.source import GROUP_COLUMNS, BatchRollout, Group, Loaded
+from trainer.data.source import GROUP_COLUMNS, AttemptKey, BatchRollout, Group, Loaded
 from trainer.data.token_versions import versions_of_calls
 from trainer.ledger.skips import MASKS, Skip, SkipReason
 
@@ -55,10 +55,10 @@ def find_skips(
 
 def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[Group, Skip]:
     """Find the groups that hold a rollout's id which an earlier one of `groups` holds as well: one batch trains it once."""
-    holders, skips = dict[tuple[str, str, int], Group](), dict[Group, Skip]()
+    holders, skips = dict[AttemptKey, Group](), dict[Group, Skip]()
     order_of = {group: number for number, group in enumerate(groups)}
     for rollout in sorted(rollouts, key=lambda rollout: order_of[rollout.group]):
-        holder = holders.setdefault((rollout.group.run_id, rollout.rollout_id, rollout.attempt), rollout.group)
+        holder = holders.setdefault(rollout.key, rollout.group)
         if holder != rollout.group and holder not in skips:
             detail = f"rollout {rollout.rollout_id!r} is one of group {holder.group_id!r}, too, which came first."
             skips[rollout.group] = Skip(SkipReason.ALREADY_TRAINED, detail)

@@ -112,6 +112,10 @@ class GroupState:
         return 0 < self.size <= self.rollouts
 
 
+AttemptKey = tuple[str, str, int]
+"""Run id, rollout id and attempt."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRollout:
     """One attempt of a rollout in a group, at the revision that is trained."""
@@ -124,6 +128,11 @@ class BatchRollout:
     """`AttemptFailure` of the attempt; empty: it ended well."""
     drops: int = 0
     """Number of its calls that were dropped; 1 where it has none."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """Return what names the attempt, whatever group and revision it is in."""
+        return self.group.run_id, self.rollout_id, self.attempt
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
-from trainer.data.source import BatchRollout, Group
+from trainer.data.source import AttemptKey, BatchRollout, Group
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS, equal_to
 
 _KEYS_A_STATEMENT = 500
@@ -37,12 +37,10 @@ def claim(transaction: sa.Connection, branch: Mapping[str, str], batch_id: str, 
         AlreadyTrainedError: some are in another batch of the branch, or in this one twice.
     """
     conflicts = dict(claimed(transaction, branch, rollouts))
-    keys = dict[tuple[str, str, int], Group]()
+    keys = dict[AttemptKey, Group]()
     for rollout in rollouts:
-        if keys.setdefault(_key(rollout), rollout.group) != rollout.group:
-            conflicts[rollout.group] = (
-                f"rollout {rollout.rollout_id!r} is in group {keys[_key(rollout)].group_id!r} of the same batch, too."
-            )
+        if keys.setdefault(rollout.key, rollout.group) != rollout.group:
+            conflicts[rollout.group] = f"rollout {rollout.rollout_id!r} is in group {keys[rollout.key].group_id!r} of the same batch, too."
     if conflicts:
         raise AlreadyTrainedError(conflicts, f"{branch['policy']}/{branch['branch']}")
     enter(transaction, BATCH_ROLLOUTS, branch, batch_id, rollouts)
@@ -80,7 +78,7 @@ def claimed(
     in_branch = equal_to(BATCH_ROLLOUTS, branch)
     leased = sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch), LEASES.c.batch_id != (pending or ""))
     for start in range(0, len(rollouts), _KEYS_A_STATEMENT):
-        by_key = {_key(rollout): rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
+        by_key = {rollout.key: rollout for rollout in rollouts[start : start + _KEYS_A_STATEMENT]}
         query = (
             sa.select(table.run_id, table.rollout_id, table.attempt, table.group_id, VERSIONS.c.version)
             .join(VERSIONS, VERSIONS.c.batch_id == table.batch_id)
@@ -91,7 +89,7 @@ def claimed(
                 yield rollout.group, f"version {version} was trained on its rollout {name!r}, as one of group {group!r}."
 
 
-def _among(keys: Collection[tuple[str, str, int]]) -> list[sa.ColumnElement[bool]]:
+def _among(keys: Collection[AttemptKey]) -> list[sa.ColumnElement[bool]]:
     """Return conditions that the keys' rows meet, and few others: SQLite finds no row of tuples by the primary key."""
     return [BATCH_ROLLOUTS.c.run_id.in_({run for run, _, _ in keys}), BATCH_ROLLOUTS.c.rollout_id.in_({name for _, name, _ in keys})]
 
@@ -151,7 +149,3 @@ def read(transaction: sa.Connection, batch_id: str) -> list[BatchRollout]:
     )
     rows = map(tuple[Any, ...], transaction.execute(query.order_by("group_id", "rollout_id", "attempt")))
     return [BatchRollout(Group(*row[:4]), *row[4:]) for row in rows]
-
-
-def _key(rollout: BatchRollout) -> tuple[str, str, int]:
-    return rollout.group.run_id, rollout.rollout_id, rollout.attempt

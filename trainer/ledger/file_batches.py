@@ -14,12 +14,9 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from spangrad.types import VersionStatus
-from trainer.data.source import BatchRollout
+from trainer.data.source import AttemptKey, BatchRollout
 from trainer.ledger import batch_rollouts
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, FILE_BATCHES, LEASES, VERSIONS, LedgerDatabase, LedgerVersion
-
-Attempt = tuple[str, str, int]
-"""Run id, rollout id and attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,7 @@ def runs_of(database: LedgerDatabase, policy: str, branch: str, versions: Sequen
         return {int(version): str(run) for version, run in connection.execute(query)}
 
 
-def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: FileBatch | None) -> set[Attempt]:
+def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: FileBatch | None) -> set[AttemptKey]:
     """Return every rollout's attempt that a branch has trained, in batches of rollouts or of files.
 
     What a step under way trains does not count: it may be undone. Once it is committed, the branch has another head, from which a run over
@@ -133,7 +130,7 @@ def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: 
         begun: a batch of a run that is resumed, whose own rollouts do not count: those of all batches that trained these examples. A run
             that began again after a rollback has other examples: what it had trained before counts. None: all count.
     """
-    attempts: set[Attempt] = set()
+    attempts: set[AttemptKey] = set()
     leased = sa.select(LEASES.c.batch_id)
     with database.transaction() as transaction:
         for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS):

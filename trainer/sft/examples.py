@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 
 from spangrad.errors import TrainerError
 from spangrad.settings import FinetuneSettings
-from trainer.sft.files import ExampleFile, FileRow, RolloutOrigin, read_rows
+from trainer.data.source import AttemptKey, BatchRollout
+from trainer.sft.files import ExampleFile, FileRow, read_rows
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Message, Renderer, TokenSequence, UnfitRowError
 
@@ -44,7 +45,7 @@ class Example:
     sequences: tuple[TokenSequence, ...]
     unit: str
     source: ExampleFile
-    origins: tuple[RolloutOrigin, ...]
+    origins: tuple[BatchRollout, ...]
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ def read_examples(
     renderer: Renderer,
     limits: LengthLimits,
     settings: FinetuneSettings,
-    trained_before: Callable[[Sequence[RolloutOrigin]], Collection[RolloutOrigin]] = lambda _: (),
+    known: Collection[AttemptKey] = (),
 ) -> Examples:
     """Read all examples of some files.
 
@@ -109,7 +110,7 @@ def read_examples(
         renderer: of the policy.
         limits: of the policy.
         settings: the share that is held out, and the seed.
-        trained_before: returns the rollouts that the branch has trained; their rows are left out as `trained_before`.
+        known: attempts that the branch has trained; their rows are left out as `trained_before`.
 
     Raises:
         TrainerError: a file is damaged, or nothing is left to train; the message names the reason.
@@ -123,7 +124,7 @@ def read_examples(
             try:
                 if row.is_of_no_use:
                     raise UnfitRowError("mode_not_trained")
-                if not row.is_held_out and trained_before(row.origins):
+                if not row.is_held_out and any(origin.key in known for origin in row.origins):
                     raise UnfitRowError("trained_before")
                 row_examples = list(_examples(row, method, renderer, limits, examples))
             except UnfitRowError as unfit:

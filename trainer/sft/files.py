@@ -15,6 +15,7 @@ from typing import Any
 
 from spangrad.errors import JSON_ERRORS, TrainerError
 from spangrad.types import Mode
+from trainer.data.source import BatchRollout, Group
 from trainer.sft.rendering import UnfitRowError
 
 _PARQUET = b"PAR1"
@@ -43,20 +44,6 @@ class ExampleFile:
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutOrigin:
-    """Attempt of a rollout that a row came from."""
-
-    run_id: str
-    mode: str
-    group_id: str
-    rollout_id: str
-    attempt: int
-    build_spec: str
-    """Build specification. Empty: the row has none."""
-    revision: int
-
-
-@dataclass(frozen=True, slots=True)
 class FileRow:
     """Row of a file."""
 
@@ -66,7 +53,7 @@ class FileRow:
     values: Mapping[str, Any]
 
     @property
-    def origins(self) -> tuple[RolloutOrigin, ...]:
+    def origins(self) -> tuple[BatchRollout, ...]:
         """Return the rollouts that it came from, as spangrad's exports name them; empty: the row is from another program.
 
         Raises:
@@ -87,18 +74,18 @@ class FileRow:
     @property
     def unit(self) -> str:
         """Return the unit that is trained or held out as a whole: the group of rollouts, else the rollout, else the row."""
-        names = {(origin.run_id, origin.group_id or origin.rollout_id) for origin in self.origins}
+        names = {(origin.group.run_id, origin.group.group_id or origin.rollout_id) for origin in self.origins}
         return "|".join(sorted(f"{run}/{name}" for run, name in names if name)) or f"{self.source.checksum}:{self.number}"
 
     @property
     def is_held_out(self) -> bool:
         """Return whether a rollout of it was held out."""
-        return any(origin.mode in _HELD_OUT_MODES for origin in self.origins)
+        return any(origin.group.mode in _HELD_OUT_MODES for origin in self.origins)
 
     @property
     def is_of_no_use(self) -> bool:
         """Return whether a rollout of it has a mode that is neither trained nor held out: it belongs to a group that is."""
-        return any(origin.mode not in _TRAINED_MODES | _HELD_OUT_MODES for origin in self.origins)
+        return any(origin.group.mode not in _TRAINED_MODES | _HELD_OUT_MODES for origin in self.origins)
 
 
 def find_sources(paths: Sequence[Path]) -> list[ExampleFile]:
@@ -194,7 +181,7 @@ def _metas(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [item for item in (both if any(both) else [meta]) if isinstance(item, dict)]
 
 
-def _origin(values: Mapping[str, Any], names: tuple[Sequence[str], Sequence[str]]) -> RolloutOrigin:
+def _origin(values: Mapping[str, Any], names: tuple[Sequence[str], Sequence[str]]) -> BatchRollout:
     """Return the attempt that some values name, given the names of its texts and numbers.
 
     Raises:
@@ -206,4 +193,4 @@ def _origin(values: Mapping[str, Any], names: tuple[Sequence[str], Sequence[str]
         attempt, revision = (int(values.get(name) or 0) for name in names[1])
     except (TypeError, ValueError, OverflowError) as error:
         raise UnfitRowError("unknown_origin") from error
-    return RolloutOrigin(run, mode, group, rollout, attempt, spec, revision)
+    return BatchRollout(Group(run, mode, spec, group), rollout, attempt, revision)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from spangrad.errors import SettingsError, StoreError, TrainerError
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
-from trainer.data.source import BatchRollout, Group
+from trainer.data.source import AttemptKey, BatchRollout
 from trainer.ledger.file_batches import BatchFile, FileBatch, last_of, trained_attempts
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
@@ -38,7 +38,7 @@ from trainer.monitor.watching import Clock, CommittedStep, Watchers
 from trainer.publish.lora import model_of
 from trainer.publish.publisher import Publisher
 from trainer.sft.examples import Example, Examples, LengthLimits, batches, digest_of, read_examples
-from trainer.sft.files import ExampleFile, RolloutOrigin, find_sources
+from trainer.sft.files import ExampleFile, find_sources
 from trainer.sft.objective import Method
 from trainer.sft.rendering import Renderer
 from trainer.shutdown import Shutdown, Stopped
@@ -213,11 +213,7 @@ class _Run:
             )
         limits = LengthLimits.of(model, head.tokenizer_hash, finetune, trainer.max_tokens_per_device)
         known = set() if self.again else trained_attempts(ledger.database, trainer.policy, trainer.branch, done)
-
-        def trained_before(origins: Sequence[RolloutOrigin]) -> list[RolloutOrigin]:
-            return [origin for origin in origins if (origin.run_id, origin.rollout_id, origin.attempt) in known]
-
-        examples = read_examples(self.sources, self.method, Renderer(model), limits, finetune, trained_before)
+        examples = read_examples(self.sources, self.method, Renderer(model), limits, finetune, known)
         digest = digest_of([*examples.trained, *examples.held_out])
         if done and digest != done.examples:
             raise TrainerError(
@@ -324,13 +320,10 @@ class _Run:
 
 def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
     """Return the rollouts that examples came from, each once."""
-    rollouts: dict[tuple[str, str, int], BatchRollout] = {}
+    rollouts: dict[AttemptKey, BatchRollout] = {}
     for example in examples:
         for origin in example.origins:
-            group = Group(origin.run_id, origin.mode, origin.build_spec, origin.group_id)
-            rollouts.setdefault(
-                (origin.run_id, origin.rollout_id, origin.attempt), BatchRollout(group, origin.rollout_id, origin.attempt, origin.revision)
-            )
+            rollouts.setdefault(origin.key, origin)
     return list(rollouts.values())
 
 
