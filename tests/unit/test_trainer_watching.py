@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import logging
 import sys
@@ -21,7 +22,6 @@ from spangrad.types import PolicyVersion, VersionStatus
 from tests.support.policies import trainer_settings
 from tests.support.trainers import FakeSource, settings, wired, write_base
 from trainer.ledger.tables import LedgerVersion
-from trainer.monitor import tracking
 from trainer.monitor.evaluate import best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
 from trainer.monitor.view import LiveView, LogLines, row
@@ -268,8 +268,8 @@ def test_grouped_gives_metrics_a_section() -> None:
 
 
 def test_trackers_without_package_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_PACKAGES", {"clearml": "no_such_package_at_all"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(
-        SettingsError, match=r"trainer\.trackers names 'clearml', whose package is not installed\. Run `pip install no_such"
+        SettingsError, match=r"trainer\.trackers names 'clearml', whose package is not installed\. Run `pip install clearml`"
     ):
         Trackers(Settings(trainer=trainer_settings(trackers=("clearml",))))

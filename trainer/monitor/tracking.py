@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from trainer.ledger.tables import LedgerVersion
     from trainer.monitor.watching import CommittedStep
 
-_PACKAGES = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-    "clearml": "clearml",
-}
 _GROUPS = ("seconds", "validate", "held_out", "staleness", "mean_reward", "logprob_gap")
 """Prefixes of names that are groups of their own; all other names are in the group `train`."""
 
@@ -42,9 +34,8 @@ class Trackers:
             SettingsError: a tracker's package is not installed.
         """
         for name in settings.trainer.trackers:
-            package = _PACKAGES.get(name)
-            if package and importlib.util.find_spec(package) is None:
-                raise SettingsError(f"trainer.trackers names {name!r}, whose package is not installed. Run `pip install {package}`.")
+            if name != "file" and importlib.util.find_spec(name) is None:
+                raise SettingsError(f"trainer.trackers names {name!r}, whose package is not installed. Run `pip install {name}`.")
         self._settings = settings
         self._opened: Any = None
 
@@ -101,8 +92,6 @@ def _open(settings: Settings) -> Any:
 def grouped(name: str) -> str:
     """Return a metric's name with its group: `seconds_train` -> `seconds/train`, `loss` -> `train/loss`."""
     for group in _GROUPS:
-        if name == group:
-            return f"{group}/max"
         if name.startswith(f"{group}_"):
             return f"{group}/{name.removeprefix(f'{group}_')}"
     return f"train/{name}"
