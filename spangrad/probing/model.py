@@ -97,9 +97,8 @@ def _kv_values(config: Mapping[str, Any]) -> int | None:
 
 
 def _has_chat_template(directory: Path) -> bool:
-    return (directory / "chat_template.jinja").is_file() or bool(
-        (json_object(directory / "tokenizer_config.json") or {}).get("chat_template")
-    )
+    config = json_object(directory / "tokenizer_config.json") or {}
+    return (directory / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
 
 
 def json_object(file: Path) -> dict[str, Any] | None:

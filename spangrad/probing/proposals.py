@@ -81,7 +81,7 @@ def propose(model: ModelFacts, machine: MachineFacts, ports: Ports) -> list[Prop
     context = context_of(model.context_tokens, None)
     longest = f"{model.context_tokens} tokens" if model.context_tokens else "a length that its files do not state"
     return [
-        Proposal("engine.model", directory, f"{model.architecture}, {_size(model.weight_bytes)} of {model.dtype}"),
+        Proposal("engine.model", directory, f"{model.architecture}, {size_text(model.weight_bytes)} of {model.dtype}"),
         Proposal("engine.python", str(machine.vllm_python), "vLLM's environment, which is not the trainer's"),
         Proposal("engine.max_model_len", context, f"tokens of prompt and answer; the model takes {longest}"),
         *_engine(model, machine, context),
@@ -104,7 +104,7 @@ def require_memory(model: ModelFacts, machine: MachineFacts) -> None:
     available = sum(gpu.memory_bytes for gpu in machine.gpus) if machine.gpus else machine.memory_bytes
     if needed > available:
         raise SettingsError(
-            f"training all weights of {model.directory} takes at least {_size(needed)}, and this machine has {_size(available)}"
+            f"training all weights of {model.directory} takes at least {size_text(needed)}, and this machine has {size_text(available)}"
             f" {'on its GPUs' if machine.gpus else 'of memory'}. Take a smaller model or a larger machine, or share the"
             " work (docs/start/scaling.md)."
         )
@@ -122,7 +122,7 @@ def _engine(model: ModelFacts, machine: MachineFacts, context: int) -> list[Prop
     if model.kv_values_a_token:
         width = model.kv_values_a_token * DTYPE_BYTES["float32"]
         size = cache_bytes(width, context, machine.memory_bytes)
-        reason = f"{size // width} tokens of all calls in flight; {_size(machine.memory_bytes)} of memory are free"
+        reason = f"{size // width} tokens of all calls in flight; {size_text(machine.memory_bytes)} of memory are free"
         proposals.append(Proposal("engine.kv_cache_bytes", size, reason))
     return proposals
 
@@ -162,5 +162,6 @@ def settings_text(proposals: list[Proposal], title: str) -> str:
     return "\n".join([*head, *(f"\n[{section}]\n" + "\n".join(lines) for section, lines in sections.items())]) + "\n"
 
 
-def _size(count: int) -> str:
+def size_text(count: float) -> str:
+    """Return a number of bytes for people."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

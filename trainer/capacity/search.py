@@ -16,7 +16,7 @@ from typing import Any
 
 from spangrad.errors import SettingsError
 from spangrad.probing.parallel import ParallelSizes, parallel_sizes
-from spangrad.probing.proposals import Proposal, context_of
+from spangrad.probing.proposals import Proposal, context_of, size_text
 from spangrad.settings import Settings
 from trainer.capacity import engines, memory, timing
 from trainer.capacity.architecture import Architecture
@@ -112,16 +112,17 @@ class CapacityPlan:
 
     def _held_against_limits(self) -> Iterator[tuple[float, str]]:
         needed = memory.peak_bytes(self.trainer_gpu)
-        yield needed / self.trainer_limit, f"a trainer's GPU needs {size(needed)} of {size(self.trainer_limit)}"
+        yield needed / self.trainer_limit, f"a trainer's GPU needs {size_text(needed)} of {size_text(self.trainer_limit)}"
         gpu = int(engines.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS
         fixed = memory.peak_bytes([item for item in self.engine_gpu if item.name != "KV cache"])
         one_context = self.work.tokens * engines.cache_values(self.model, self.sizes) * engines.engine_width(self.settings.engine)
-        cache = max(self.settings.engine.kv_cache_bytes or one_context, one_context)
-        yield (fixed + cache) / gpu, f"an engine's GPU needs {size(fixed + cache)} of {size(gpu)} for its weights and one context"
+        needed = fixed + max(self.settings.engine.kv_cache_bytes or one_context, one_context)
+        yield needed / gpu, f"an engine's GPU needs {size_text(needed)} of {size_text(gpu)} for its weights and one context"
         limit = self.cluster.host_bytes
         for items in (self.first_host, self.other_host):
             if limit and items:
-                yield memory.peak_bytes(items) / limit, f"a trainer's host needs {size(memory.peak_bytes(items))} of {size(limit)}"
+                needed = memory.peak_bytes(items)
+                yield needed / limit, f"a trainer's host needs {size_text(needed)} of {size_text(limit)}"
 
     def proposals(self) -> list[Proposal]:
         """Return the settings that make this layout."""
@@ -299,8 +300,3 @@ def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: 
             *timing.publications(model, settings, cluster, layout.engines, ranks),
         ),
     )
-
-
-def size(count: float) -> str:
-    """Return a number of bytes for people."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
