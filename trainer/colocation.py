@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from spangrad.errors import GatewayError
 from spangrad.settings import Settings
 from trainer.monitor.watching import Clock
-from trainer.publish.publisher import GatewayRefusedError, Publisher
-from trainer.publish.publishing import HeadPublisher
+from trainer.publish.publisher import Publisher
+from trainer.publish.publishing import HeadPublisher, is_transient
 from trainer.retries import Outage, call_with_retries
 from trainer.shutdown import Shutdown
 
@@ -81,9 +81,7 @@ class DeviceTurns:
         self._publishing.wait()  # one that is late would wake the engines in the step
         publisher = self._publishing.publisher
         with self._clock.stage("sleep"):
-            call_with_retries(
-                lambda: publisher.sleep(self._policy, self._level, SLEEP_SECONDS), _is_transient, self._outage, self._shutdown
-            )
+            call_with_retries(lambda: publisher.sleep(self._policy, self._level, SLEEP_SECONDS), is_transient, self._outage, self._shutdown)
         over = threading.Event()
         renewing = threading.Thread(target=self._renew, args=(publisher, over), name="engines' sleep", daemon=True)
         renewing.start()
@@ -120,7 +118,3 @@ class DeviceTurns:
                 publisher.sleep(self._policy, self._level, SLEEP_SECONDS, renew=True)
             except GatewayError as error:
                 logger.warning("the engines' sleep was not prolonged: %s", error)
-
-
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, GatewayError) and not isinstance(error, GatewayRefusedError)

@@ -15,7 +15,8 @@ import polars as pl
 
 KEY = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt")
 """Columns that identify a rollout's attempt; the first three identify its group."""
-_LISTS = "Rewards."
+LISTS = "Rewards."
+"""Prefix of the names of the lists that hold a row's rewards."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,27 @@ class Earned:
 
 def split(transitions: pl.DataFrame) -> Earned:
     """Split the rewards of transitions by what earned them."""
-    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    names = [name for name in transitions.columns if name.startswith(LISTS)]
     entries = transitions.select(*KEY, "CallId", *names, Row=pl.int_range(pl.len())).explode(names, empty_as_null=False, keep_nulls=False)
     of_rollout, of_call = pl.col("Rewards.CallId") == "", pl.col("Rewards.CallId") == pl.col("CallId")
     moved = entries.filter(~of_rollout & ~of_call).select(
         *KEY, pl.col("Rewards.Turn").cast(transitions.schema["Turn"]).alias("Turn"), *(pl.concat_list(name) for name in names)
     )
     return Earned(
-        _only(transitions, entries.filter(of_call & ~of_rollout), names), _only(transitions, entries.filter(of_rollout), names), moved
+        only_rewards(transitions, entries.filter(of_call & ~of_rollout), names),
+        only_rewards(transitions, entries.filter(of_rollout), names),
+        moved,
     )
 
 
-def _only(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) -> pl.DataFrame:
-    """Return the transitions with these rewards alone."""
+def only_rewards(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) -> pl.DataFrame:
+    """Return the transitions with these rewards alone.
+
+    Args:
+        transitions: rows with lists of rewards.
+        entries: a row each reward, with Row, the number of its transition.
+        names: of the lists.
+    """
     lists = entries.group_by("Row").agg(names)
     rows = transitions.select(Row=pl.int_range(pl.len()))
     held = rows.join(lists, on="Row", how="left", maintain_order="left").select(pl.col(name).fill_null([]) for name in names)

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 import polars as pl
 
 from trainer.credit.assignment import GROUP, KEY
+from trainer.credit.earned import LISTS, only_rewards
 
-_LISTS = "Rewards."
 _FEWEST = 4
 """Fewest rollouts with differing roles from which equal returns mean that the roles cancel."""
 _EQUAL = 1e-9
@@ -31,12 +31,10 @@ def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame
     """
     if not roles:
         return transitions
-    names = [name for name in transitions.columns if name.startswith(_LISTS)]
-    rows = transitions.select(Row=pl.int_range(pl.len()))
-    entries = transitions.select(*names, Row=rows["Row"]).explode(names, empty_as_null=False, keep_nulls=False)
+    names = [name for name in transitions.columns if name.startswith(LISTS)]
+    entries = transitions.select(*names, Row=pl.int_range(pl.len())).explode(names, empty_as_null=False, keep_nulls=False)
     counted = entries.filter(pl.Series([counts(role, roles) for role in entries["Rewards.Role"]], dtype=pl.Boolean))
-    lists = rows.join(counted.group_by("Row", maintain_order=True).agg(names), on="Row", how="left", maintain_order="left")
-    return transitions.with_columns(lists[name].fill_null([]) for name in names)
+    return only_rewards(transitions, counted, names)
 
 
 def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
@@ -49,7 +47,7 @@ def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
         transitions: of whole rollouts, with lists whose names begin with `Rewards.`, of one length a row.
         policy: name of the policy that is trained.
     """
-    names = [name for name in transitions.columns if name.startswith(_LISTS)]
+    names = [name for name in transitions.columns if name.startswith(LISTS)]
     rows = transitions.select(*KEY, "AgentName", "Turn", "Policy", Row=pl.int_range(pl.len()))
     last = rows.sort("Turn", "Row").group_by(*KEY, "AgentName", maintain_order=True).agg(pl.col("Row", "Turn").last())
     entries = transitions.select(*KEY, *names, At=rows["Row"]).explode(names, empty_as_null=False, keep_nulls=False)
@@ -64,9 +62,7 @@ def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
         pl.when(shared).then(pl.lit("")).otherwise("Rewards.CallId").alias("Rewards.CallId"),
     )
     trained = rows.filter(pl.col("Policy") == policy).select("Row")
-    lists = trained.join(counted.group_by("Row", maintain_order=True).agg(names), on="Row", how="left")
-    held = rows.select("Row").join(lists, on="Row", how="left", maintain_order="left")
-    return transitions.with_columns(held[name].fill_null([]) for name in names)
+    return only_rewards(transitions, counted.join(trained, on="Row", how="semi", maintain_order="left"), names)
 
 
 def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dict[str, float]:

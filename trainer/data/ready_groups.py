@@ -15,7 +15,7 @@ from spangrad.settings import TrainerSettings
 from trainer.data.source import Group, GroupReader
 from trainer.ledger.batch_rollouts import by_version, oldest_open
 from trainer.ledger.ledger import Ledger
-from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS, equal_to
 
 Key = tuple[str, str]
 """Mode and id of a group."""
@@ -90,27 +90,24 @@ class ReadyGroups:
 
     def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, keys: Sequence[Key] | None) -> _Finished:
         """Read which groups may not be taken: all, those of versions from `since` on, or those of some keys, and few others."""
-        run = self._settings.run_id
-        leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*self._of_branch(LEASES))).scalars())
+        run, branch = self._settings.run_id, {"policy": self._settings.policy, "branch": self._settings.branch}
+        leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch))).scalars())
         done, leased = set[Key](), set[Key]()
         for table in self._tables:
             under_way = table.c.batch_id.in_(leases)
             query = sa.select(table.c.mode, table.c.group_id, under_way).where(table.c.run_id == run)
             if since is None:
-                query = query.where(*self._of_branch(table), _named(table, keys))
+                query = query.where(*equal_to(table, branch), _named(table, keys))
             else:
-                query = query.select_from(by_version(table)).where(*self._of_branch(VERSIONS), VERSIONS.c.version >= since)
+                query = query.select_from(by_version(table)).where(*equal_to(VERSIONS, branch), VERSIONS.c.version >= since)
             for mode, group, is_leased in connection.execute(query.distinct()):
                 (leased if is_leased else done).add((str(mode), str(group)))
         recent = SKIPPED.c.version >= since if since is not None else sa.true()
         query = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
-            *self._of_branch(SKIPPED), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, _named(SKIPPED, keys), recent
+            *equal_to(SKIPPED, branch), SKIPPED.c.run_id == run, SKIPPED.c.build_spec == build_spec, _named(SKIPPED, keys), recent
         )
         done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
         return _Finished(done, leased)
-
-    def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
-        return [table.c.policy == self._settings.policy, table.c.branch == self._settings.branch]
 
 
 def _named(table: sa.Table, keys: Sequence[Key] | None) -> sa.ColumnElement[bool]:

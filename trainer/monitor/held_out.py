@@ -15,15 +15,14 @@ from spangrad.store.clickhouse import store_errors
 from spangrad.store.datasets import built_sql, rows_sql
 from spangrad.types import Mode
 from trainer.credit.roles import counts
-from trainer.data.built_groups import SWEEP_OVERLAP
+from trainer.data.built_groups import SWEEP_OVERLAP, THIS_RUN
 from trainer.monitor.batch_metrics import sums
 from trainer.monitor.ratings import Competitor, PlayedGames, Score, scores_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
-_THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
-_NEW = f"{_THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_NEW = f"{THIS_RUN} AND Mode = '{Mode.VALIDATE.value}' AND IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
 _ARRIVED = f"SELECT count(), toUnixTimestamp64Micro(max(IngestedAt)), groupUniqArray(RolloutId) FROM spangrad_internal.builds WHERE {_NEW}"
 _VERSIONS = "if(empty(`Versions.Version`), [Version], `Versions.Version`)"
 _ROLLOUTS = f"""
@@ -88,7 +87,7 @@ class HeldOutRollouts:
             since = max(newest - SWEEP_OVERLAP, 0)
             # Before the rollouts: what comes between the two is read again.
             arrived = self._query_arrived(since)[:2]
-            new = f"{_THIS_RUN} AND RolloutId IN {built_sql(_NEW)}" if self._since else _THIS_RUN
+            new = f"{THIS_RUN} AND RolloutId IN {built_sql(_NEW)}" if self._since else THIS_RUN
             query = _ROLLOUTS.format(rows=rows_sql("transitions", self._settings.as_of, new))
             rows = self._client.query(query, parameters={**self._names, "since": self._since}).result_rows
         self._since, self._arrived = since, arrived

@@ -204,7 +204,7 @@ class HeadPublisher:
         self._closed.set()
 
     def _retried(self, work: Callable[[], object], end: float) -> None:
-        call_with_retries(work, lambda error: _is_transient(error) and time.monotonic() < end, self.outage, self._shutdown)
+        call_with_retries(work, lambda error: is_transient(error) and time.monotonic() < end, self.outage, self._shutdown)
 
     def _await_engine(self) -> None:
         if self.publisher.served(self._policy) is None:
@@ -263,7 +263,7 @@ class HeadPublisher:
     def _retry(self) -> None:
         """Publish the head, in a thread of its own, until that succeeds or is refused permanently."""
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_is_transient),
+            retry=tenacity.retry_if_exception(is_transient),
             wait=BACK_OFF,
             stop=lambda _: self._closed.is_set(),
             sleep=self._sleep,
@@ -289,8 +289,8 @@ class HeadPublisher:
                     return
 
 
-def _is_transient(error: BaseException) -> bool:
-    """Return whether an error of a publication is worth a retry: one of gateway or ledger that is not a permanent refusal."""
+def is_transient(error: BaseException) -> bool:
+    """Return whether an error of gateway or ledger is worth a retry: it is not a permanent refusal."""
     return isinstance(error, GatewayError | LedgerError) and not isinstance(error, GatewayRefusedError)
 
 
