@@ -101,8 +101,6 @@ class Trainer:
     """True if builds may have arrived since held-out rollouts were read."""
     _head: LedgerVersion | None = None
     """Version that the last batch is to train. None: no batch was taken."""
-    _awaited: str | None = None
-    """Holder of the step that this trainer waits for. None: it waits for no step."""
 
     def __post_init__(self) -> None:
         self._main = threading.current_thread()
@@ -190,7 +188,7 @@ class Trainer:
                 self._conclude()
                 return
             batch: Loaded | None = None
-            busy = self._busy()
+            busy = self.branch.is_busy()
             if not busy:
                 batch = self.take() if is_open else None
                 if batch and self.step(batch):
@@ -226,14 +224,6 @@ class Trainer:
     def _ready(self) -> int:
         """Return the number of groups of mode train that are in hand, those of the step under way included."""
         return sum(group.mode == Mode.TRAIN for group in self.batches.sound_groups)
-
-    def _busy(self) -> bool:
-        """Return whether another trainer's step is under way; log each such holder once."""
-        holder = self.branch.holder()
-        if holder and holder != self._awaited:
-            logger.info("%s makes a step of branch %s: waiting for its end", holder, self.settings.trainer.branch)
-        self._awaited = holder
-        return holder is not None
 
     def _load(self, version: LedgerVersion) -> VerlOptimizer:
         """Return the optimizer with the weights of a version, loaded unless it holds them."""
@@ -276,7 +266,7 @@ class Trainer:
             return self._step(loaded)
 
     def _step(self, loaded: Loaded) -> bool:
-        parent, batch = self._head or self.branch.head(), None
+        parent, batch, calls = self._head or self.branch.head(), None, None
         rows = (self.optimizer or self._load(parent)).data_parallel_size  # loaded before the lease: it takes long, and may fail
         step = StepLease(self.commits, loaded.rollouts, parent)
         try:
@@ -286,7 +276,7 @@ class Trainer:
                     trained = self._train(step, batch, facts, calls)
                 committed = self.commits.submit(trained)
         except (BadRowsError, AlreadyTrainedError) as error:
-            self._refuse(error, loaded, batch, parent)
+            self._refuse(error, batch, calls, parent)
             return True
         except HeadMovedError:
             return False
@@ -342,16 +332,18 @@ class Trainer:
                 self.publishing.wait()  # the held-out tasks are for this version
             self.evaluation_command.start(number)
 
-    def _refuse(self, error: BadRowsError | AlreadyTrainedError, loaded: Loaded, batch: Batch | None, parent: LedgerVersion) -> None:
+    def _refuse(
+        self, error: BadRowsError | AlreadyTrainedError, batch: Batch | None, calls: pl.DataFrame | None, parent: LedgerVersion
+    ) -> None:
         """Skip the groups whose rows failed, and undo the lease; a crash between the two repeats the step without them."""
         try:
             with self.shutdown.shielded():
                 if isinstance(error, AlreadyTrainedError):
                     self.batches.skip_claimed(error.groups, parent)
                 else:
-                    lineage, own = self.branch.lineage(), parent.tokenizer_hash
-                    groups = batch_groups(loaded, self.settings.trainer, lineage=lineage, tokenizer_hash=own)
-                    self.batches.refuse(error, groups, batch.group.tolist() if batch else [], parent)
+                    assert batch  # rows are refused in the step itself
+                    assert calls is not None
+                    self.batches.refuse(error, batch_groups(calls), batch.group.tolist(), parent)
         finally:
             for version in self.branch.undo_leases(self.settings):
                 self._copy(version)

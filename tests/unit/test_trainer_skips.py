@@ -214,8 +214,8 @@ def test_batch_groups_are_numbered_as_the_rows_of_the_batch() -> None:
         for name, odd in (("z", {}), ("a", ODD[0]), ("m", {}), ("b", {}))
         for i in range(2)
     ]  # type: ignore[arg-type]
-    batch, _, _ = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
-    groups = batch_groups(loaded(rows), SETTINGS, lineage=(0,))
+    batch, _, calls = assemble(loaded(rows), SETTINGS, lambda units: units.values, lineage=(0,), divisor=4)
+    groups = batch_groups(calls)
     assert [groups[number].group_id if number >= 0 else None for number in batch.group] == ["b", "b", "m", "m", "z", "z", None, None]
 
 

@@ -144,11 +144,9 @@ def with_token_values(calls: pl.DataFrame, response_mask: NDArray[np.int64], val
     )
 
 
-def batch_groups(loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str = "") -> list[Group]:
-    """Return the groups that have rows in the batch that `assemble` makes of the same, in the order in which `Batch.group` numbers them."""
-    masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
-    rows = loaded.transitions.filter(loaded.own(settings.policy, settings.selection) & masked.is_null())
-    return [Group(*names) for names in rows.select(GROUP_COLUMNS).unique().sort(*GROUP).rows()]
+def batch_groups(calls: pl.DataFrame) -> list[Group]:
+    """Return the groups of a batch's calls (`assemble`), in the order in which `Batch.group` numbers them."""
+    return [Group(*names) for names in calls.select(GROUP_COLUMNS).unique().sort(*GROUP).rows()]
 
 
 def _count_masked(names: pl.Series, masked: pl.Series, settings: TrainerSettings) -> dict[str, float]:

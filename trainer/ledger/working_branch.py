@@ -6,6 +6,7 @@ answers once the pending version is committed, and nothing has happened beside.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,6 +15,8 @@ from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.recovery import newest_version, undo_leases
 from trainer.ledger.tables import LedgerVersion
+
+logger = logging.getLogger(__name__)
 
 
 class WorkingBranch:
@@ -24,6 +27,8 @@ class WorkingBranch:
         self.ledger = ledger
         self.pending: LedgerVersion | None = None
         """Version that is trained, leased, and not committed yet; until it is committed, its lease is the branch's only one."""
+        self._awaited: str | None = None
+        """Holder of the step that was awaited last."""
 
     @property
     def pending_batch(self) -> str | None:
@@ -74,6 +79,14 @@ class WorkingBranch:
     def holder(self) -> str | None:
         """Return a readable name of the process that makes a step of the branch. None: none does, or this one writes what it made."""
         return None if self.pending else self.ledger.holder()
+
+    def is_busy(self) -> bool:
+        """Return whether another process makes a step of the branch; log each such process once."""
+        holder = self.holder()
+        if holder and holder != self._awaited:
+            logger.info("%s makes a step of branch %s: waiting for its end", holder, self.head().branch)
+        self._awaited = holder
+        return holder is not None
 
     def undo_leases(self, settings: Settings) -> list[int]:
         """Undo the lease of a step that failed, and those of the dead (`undo_leases`); nothing while a version is pending.

@@ -300,7 +300,6 @@ class _Run:
     def _lease(
         self, transaction: StepTransaction, rollouts: list[BatchRollout], parent: LedgerVersion, file_batch: FileBatch
     ) -> BatchLease:
-        awaited = None
         while True:
             if lease := transaction.begin(rollouts, parent, file_batch):
                 return lease
@@ -311,10 +310,7 @@ class _Run:
                     "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
-            holder = transaction.branch.holder()
-            if holder and holder != awaited:
-                logger.info("%s makes a step of branch %s: waiting for its end", holder, branch)
-            awaited = holder
+            transaction.branch.is_busy()
             time.sleep(self.settings.trainer.poll_seconds)
 
 
