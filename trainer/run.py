@@ -13,7 +13,6 @@ from spangrad.selection import expression
 from spangrad.settings import Settings
 from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
-from trainer.credit.assignment import CreditRule
 from trainer.credit.learning import check
 from trainer.data.planning import plan_of
 from trainer.data.source import GroupReader
@@ -46,7 +45,6 @@ def train(settings: Settings, *, follow: bool) -> None:
         SpangradError: a setting, the store, the gateway, a checkpoint or a batch is not as it must be; the ledger is left so that the
             next call goes on.
     """
-    CreditRule.of(settings.trainer).check()
     check(settings.trainer)
     check_phases(settings.trainer)
     expression(settings.trainer.selection)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, FiniteFloat
 
 from spangrad.settings.section import Section
 
+CreditScheme = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
+"""Credit schemes."""
+Baseline = Literal["rollout", "turn", "transition"]
+"""Sets of values that a value is compared with."""
 Estimator = Literal[
     "gae",
     "gdpo",
@@ -92,22 +96,22 @@ class SamplingSettings(Section):
 class CreditSettings(Section):
     """Settings of credit assignment: from rewards to advantages."""
 
-    scheme: Literal["identical", "final_only", "reward_to_go", "own", "gigpo"] = "identical"
+    scheme: CreditScheme = "identical"
     """Credit scheme: how a rollout's rewards become values of its calls (docs/concepts/credit.md)."""
     estimator: Estimator = "grpo"
     """Advantage estimator, which compares values with their baselines (docs/guides/learning.md)."""
-    baseline: Literal["rollout", "turn", "transition"] = "rollout"
+    baseline: Baseline = "rollout"
     """Values that share a baseline: those of the group's rollouts (each counts once), of the calls at the same turn of its rollouts, or
     of all calls of all its rollouts (as in Agent Lightning's paper: a rollout counts once for each call). GiGPO has its own."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount of a reward per call between it and the call that it is credited to."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1)
     """GAE: lambda, the weight of values beyond the next token's. The discount of each token is trainer.credit.gamma."""
-    step_weight: float = Field(default=1.0, ge=0)
+    step_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """GiGPO: weight of a step's advantage beside its rollout's."""
     norm_by_std: bool = True
     """GRPO and related estimators: divide by the group's standard deviation. False is Dr. GRPO."""
-    reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
+    reward_weights: dict[str, FiniteFloat] = Field(default_factory=dict[str, float])
     """Factor of each reward, by name. A name that is not listed: 1."""
     reward_roles: tuple[str, ...] = ()
     """Roles whose rewards count, beside rewards of every role. Empty: every reward counts."""

@@ -14,7 +14,6 @@ from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
 from tests.support.policies import changed, trainer_settings, transition_row
 from trainer.credit import assignment, learning
-from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator, over_tokens
 from trainer.data.batch import layout
 from trainer.data.chains import chains
@@ -54,7 +53,7 @@ def advantages_here(settings: TrainerSettings) -> list[float]:
     if settings.credit.estimator == "remax":
         rows = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(worth,)) for group, worth in GREEDY.items()]
         calls = assignment.with_greedy(calls, pl.DataFrame(rows), settings.credit.reward_weights)
-    return assignment.advantages(calls, calls["Policy"] == "policy", CreditRule.of(settings), normalise=estimator(settings)).to_list()
+    return assignment.advantages(calls, calls["Policy"] == "policy", settings.credit, normalise=estimator(settings)).to_list()
 
 
 def advantages_by_verl(name: str, level: str, **parameters: Any) -> list[float]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from spangrad.errors import SettingsError
+from spangrad.settings.trainer_learning import Baseline, CreditScheme, CreditSettings
 from tests.support.policies import trainer_settings, transition_row
 from trainer.credit import assignment
-from trainer.credit.assignment import Baseline, Credit, CreditRule, Units
-from trainer.credit.learning import Scope
+from trainer.credit.assignment import Units
+from trainer.credit.learning import BASELINES, Scope, check
 
 SCHEMA = {"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)}
-PAIRS = [(how, baseline) for how, takes in assignment.BASELINES.items() for baseline in takes]
+PAIRS = [(how, baseline) for how, takes in BASELINES.items() for baseline in takes]
 HALF = 0.5**0.5  # of two values each lies this many standard deviations off the mean
 
 
@@ -39,9 +43,9 @@ def frame(rows: list[dict[str, object]]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema_overrides=SCHEMA)
 
 
-def advantages(rows: pl.DataFrame, how: Credit, baseline: Baseline, **facts: object) -> list[float]:
-    rule = CreditRule(how, baseline, **facts)  # type: ignore[arg-type]
-    return assignment.advantages(rows, rows["Policy"] == "policy", rule, normalise=normalise).to_list()
+def advantages(rows: pl.DataFrame, how: CreditScheme, baseline: Baseline, **facts: object) -> list[float]:
+    credit = CreditSettings(scheme=how, baseline=baseline, **facts)  # type: ignore[arg-type]
+    return assignment.advantages(rows, rows["Policy"] == "policy", credit, normalise=normalise).to_list()
 
 
 NINE_TURN_WIN = [transition_row("win", turn, rewards=(1.0,) if turn == 8 else ()) for turn in range(9)]
@@ -106,7 +110,9 @@ def test_reward_weights_multiply_rewards_by_name():
         ("gigpo", "rollout", {"step_weight": 0.0}, [-HALF, -HALF, HALF, HALF]),
     ],
 )
-def test_advantages_of_each_scheme_match_hand_computation(how: Credit, baseline: Baseline, facts: dict[str, float], by_hand: list[float]):
+def test_advantages_of_each_scheme_match_hand_computation(
+    how: CreditScheme, baseline: Baseline, facts: dict[str, float], by_hand: list[float]
+):
     assert advantages(frame(TWO_TURNS), how, baseline, **facts) == pytest.approx(by_hand, abs=1e-4)
 
 
@@ -164,7 +170,7 @@ def test_discounted_counts_dropped_calls_and_not_choices_as_time():
 
 
 @pytest.mark.parametrize(("how", "baseline"), [(how, baseline) for how, baseline in PAIRS if baseline == "rollout"])
-def test_advantages_count_rollout_once_for_any_number_of_turns(how: Credit, baseline: Baseline):
+def test_advantages_count_rollout_once_for_any_number_of_turns(how: CreditScheme, baseline: Baseline):
     """A 9-turn win and a 1-turn loss weigh the same; grouped by rows, as verl does, they would be +0.32 and -2.85."""
     prompts = [{**row, "PromptIds": [i + 1]} for i, row in enumerate(NINE_TURN_WIN + ONE_TURN_LOSS)]
     earlier = 0.0 if how == "final_only" else HALF
@@ -187,14 +193,14 @@ def test_baseline_turn_compares_calls_of_same_turn_only():
 
 
 @pytest.mark.parametrize(("how", "baseline"), PAIRS)
-def test_advantages_of_single_or_equal_values_are_0(how: Credit, baseline: Baseline):
+def test_advantages_of_single_or_equal_values_are_0(how: CreditScheme, baseline: Baseline):
     assert advantages(frame(ONE_TURN_LOSS), how, baseline) == [0.0]
     third = 0.1 + 0.2  # 0.30000000000000004
     assert advantages(frame([transition_row("a", rewards=(third,)), transition_row("b", rewards=(0.3,))]), how, baseline) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("how", "baseline"), PAIRS)
-def test_advantages_compare_within_group_and_mode_only(how: Credit, baseline: Baseline):
+def test_advantages_compare_within_group_and_mode_only(how: CreditScheme, baseline: Baseline):
     rows = frame(
         [
             transition_row("a", rewards=(1.0,)),
@@ -219,27 +225,16 @@ def test_advantages_compare_within_group_and_mode_only(how: Credit, baseline: Ba
         ("final_only", "transition", "compares all calls of a group. Set trainer.credit.baseline = 'rollout'"),
     ],
 )
-def test_credit_rule_unsupported_scheme_and_baseline_raise(how: Credit, baseline: Baseline, says: str):
+def test_check_of_unsupported_scheme_and_baseline_raises(how: CreditScheme, baseline: Baseline, says: str):
     with pytest.raises(SettingsError, match=says):
-        advantages(frame(NINE_TURN_WIN), how, baseline)
+        check(trainer_settings(credit__scheme=how, credit__baseline=baseline))
     assert (how, baseline) not in PAIRS
 
 
-@pytest.mark.parametrize(
-    ("facts", "says"),
-    [
-        ({"reward_weights": {"speed": float("nan")}}, r"trainer\.credit\.reward_weights\.speed = nan is not finite"),
-        ({"step_weight": float("inf")}, r"trainer\.credit\.step_weight = inf is not finite"),
-    ],
-)
-def test_credit_rule_check_of_weights_that_are_no_finite_numbers_raises(facts: dict[str, object], says: str):
-    with pytest.raises(SettingsError, match=says):
-        CreditRule.of(trainer_settings(**facts)).check()  # type: ignore[arg-type]
-
-
-def test_credit_rule_is_read_from_settings():
-    settings = trainer_settings(credit__scheme="gigpo", gamma=0.5, step_weight=3.0, reward_weights={"a": 2.0})
-    assert CreditRule.of(settings) == CreditRule("gigpo", "rollout", 0.5, 3.0, {"a": 2.0})
+@pytest.mark.parametrize("facts", [{"reward_weights": {"speed": float("nan")}}, {"step_weight": float("inf")}])
+def test_credit_settings_with_weights_that_are_not_finite_are_refused(facts: dict[str, Any]):
+    with pytest.raises(ValidationError, match="finite number"):
+        CreditSettings(**facts)
 
 
 POLICIES = st.sampled_from(["policy", "policy", "other"])
@@ -248,7 +243,7 @@ ROLLOUTS = st.lists(st.lists(st.floats(-10, 10), min_size=1, max_size=4), min_si
 
 @given(rollouts=ROLLOUTS, pair=st.sampled_from(PAIRS), gamma=st.sampled_from([0.0, 0.5, 0.9, 1.0]), data=st.data())
 def test_advantages_of_any_rollouts_obey_credit_laws(
-    rollouts: list[list[float]], pair: tuple[Credit, Baseline], gamma: float, data: st.DataObject
+    rollouts: list[list[float]], pair: tuple[CreditScheme, Baseline], gamma: float, data: st.DataObject
 ):
     rows = [
         transition_row(
@@ -295,16 +290,16 @@ def test_advantages_of_group_sum_to_0_and_final_only_sums_to_that_of_rollout(rol
 
 def test_final_only_gives_return_to_last_call_that_is_not_masked():
     rows = frame([*(transition_row("a", turn) for turn in range(3)), transition_row("b", 0), transition_row("b", 1, rewards=(1.0,))])
-    own, rule = pl.repeat(value=True, n=5, eager=True), CreditRule("final_only")
+    own, credit = pl.repeat(value=True, n=5, eager=True), CreditSettings(scheme="final_only")
     for masked, expected in ([2, 4], [0, -HALF, 0, HALF, 0]), ([0, 3], [0, 0, -HALF, 0, HALF]), ([3, 4], [0, 0, -HALF, 0, 0]):
         trained = pl.Series([row not in masked for row in range(5)])
-        credited = assignment.advantages(rows, own, rule, normalise=normalise, trained=trained)
+        credited = assignment.advantages(rows, own, credit, normalise=normalise, trained=trained)
         assert credited.to_list() == pytest.approx(expected, abs=1e-4), "masked calls count in the comparison"
-        assert assignment.live_groups(rows, own, rule, trained).height == 1
+        assert assignment.live_groups(rows, own, credit, trained).height == 1
 
 
 @pytest.mark.parametrize(("how", "baseline"), [pair for pair in PAIRS if pair[0] != "own"])
-def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: Credit, baseline: Baseline):
+def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: CreditScheme, baseline: Baseline):
     rows = frame(
         [
             transition_row("won", 0, Policy="planner", PromptIds=[1]),
@@ -313,7 +308,7 @@ def test_advantages_count_rewards_of_other_policies_and_go_to_own_calls(how: Cre
             transition_row("lost", 1, rewards=(0.0,)),
         ]
     )
-    credited = assignment.advantages(rows, rows["Policy"] == "planner", CreditRule(how, baseline), normalise=normalise)
+    credited = assignment.advantages(rows, rows["Policy"] == "planner", CreditSettings(scheme=how, baseline=baseline), normalise=normalise)
     assert credited.to_list() == pytest.approx([HALF, -HALF], abs=1e-4)
 
 
@@ -335,7 +330,7 @@ def test_advantages_scope_selects_compared_values(scope: Scope, seen: list[float
         assert units.lengths.tolist() == [2] * len(units.values)
         return units.values + 10
 
-    credited = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=watch)
+    credited = assignment.advantages(rows, rows["Policy"] == "policy", scope=scope, normalise=watch)
     assert compared == seen
     assert credited.to_list() == [row["Rewards.Value"][0] + 10 if i < len(seen) else 0 for i, row in enumerate(SCOPES)]  # type: ignore[index]
 
@@ -343,7 +338,7 @@ def test_advantages_scope_selects_compared_values(scope: Scope, seen: list[float
 @pytest.mark.parametrize("scope", ["batch", "all"])
 def test_advantages_of_equal_values_skip_normalise(scope: Scope):
     rows = frame(SCOPES[2:4])
-    credited = assignment.advantages(rows, rows["Policy"] == "policy", CreditRule(scope=scope), normalise=lambda _: np.full(2, np.nan))
+    credited = assignment.advantages(rows, rows["Policy"] == "policy", scope=scope, normalise=lambda _: np.full(2, np.nan))
     assert credited.to_list() == [0, 0]
 
 
@@ -356,8 +351,8 @@ def test_advantages_units_separate_rewards_by_name():
         compared.append(units)
         return units.values
 
-    rule = CreditRule(reward_weights={"style": 0.5}, by_name=True, scope="batch")
-    assignment.advantages(rows, rows["Policy"] == "policy", rule, normalise=watch)
+    credit = CreditSettings(estimator="gdpo", reward_weights={"style": 0.5})
+    assignment.advantages(rows, rows["Policy"] == "policy", credit, normalise=watch)
     (units,) = compared
     assert {name: part.tolist() for name, part in units.named.items()} == {"reward": [1, 0], "style": [0, 2]}
     assert units.values.tolist() == [1, 1], "equal values, unlike parts: GDPO tells them apart"
@@ -366,10 +361,10 @@ def test_advantages_units_separate_rewards_by_name():
 def test_live_groups_have_differing_values():
     rows = frame([*SCOPES, transition_row("f", rewards=(9.0,), GroupId="equal", Policy="other")])
     own = rows["Policy"] == "policy"
-    assert assignment.live_groups(rows, own, CreditRule())["GroupId"].to_list() == ["mixed"]
+    assert assignment.live_groups(rows, own, CreditSettings())["GroupId"].to_list() == ["mixed"]
     turns = frame(
         [transition_row("a", 0, rewards=(1.0,)), transition_row("a", 1), transition_row("b", 0), transition_row("b", 1, rewards=(1.0,))]
     )
     own = turns["Policy"] == "policy"
-    assert assignment.live_groups(turns, own, CreditRule()).is_empty()
-    assert len(assignment.live_groups(turns, own, CreditRule("own", "turn"))) == 1
+    assert assignment.live_groups(turns, own, CreditSettings()).is_empty()
+    assert len(assignment.live_groups(turns, own, CreditSettings(scheme="own", baseline="turn"))) == 1

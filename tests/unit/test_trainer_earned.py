@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spangrad.settings.trainer_learning import Baseline, CreditScheme, CreditSettings
 from tests.support.policies import transition_row
-from trainer.credit.assignment import Baseline, Credit, CreditRule, Units, advantages, returns
+from trainer.credit.assignment import Units, advantages, returns
 from trainer.data.chains import chains
 from transition_builder.rewards.spread import SPREAD, spread
 from transition_builder.schemas import GIVEN
@@ -68,7 +69,7 @@ def _lists(row: dict[str, Any]) -> dict[str, object]:
 
 
 def values(
-    frame: pl.DataFrame, how: Credit, baseline: Baseline = "turn", gamma: float = 1.0, trained: pl.Series | None = None
+    frame: pl.DataFrame, how: CreditScheme, baseline: Baseline = "turn", gamma: float = 1.0, trained: pl.Series | None = None
 ) -> dict[str, float]:
     """The value of each trained call, which the comparison is told and gives back."""
     own = pl.repeat(value=True, n=len(frame), eager=True) if trained is None else trained
@@ -78,7 +79,8 @@ def values(
         compared.append(units.values)
         return units.values
 
-    result = advantages(frame, own, CreditRule(how, baseline, gamma, scope="all"), normalise=comparison)
+    credit = CreditSettings(scheme=how, baseline=baseline, gamma=gamma)
+    result = advantages(frame, own, credit, normalise=comparison, scope="all")
     # Where all values are equal nothing is compared; such examples tell nothing.
     return dict(zip(frame.filter(own)["CallId"], result, strict=True)) if compared else {}
 
@@ -105,7 +107,7 @@ def test_spread_of_dropped_calls_keeps_call_id_and_turn_of_rewards() -> None:
         ("reward_to_go", 0.5, {"r0-0": 1 + 2 / 2 + (4 + 8 + LAST) / 4, "r0-3": LAST + 8, "r1-2": LAST + 64}),
     ],
 )
-def test_advantages_use_rewards_earned_and_caused_not_carried(how: Credit, gamma: float, expected: dict[str, float]) -> None:
+def test_advantages_use_rewards_earned_and_caused_not_carried(how: CreditScheme, gamma: float, expected: dict[str, float]) -> None:
     assert values(transitions(ONE), how, gamma=gamma) == pytest.approx(expected)
 
 
@@ -124,9 +126,9 @@ def test_gigpo_step_values_are_reward_to_go() -> None:
 
 def test_reward_weights_multiply_rewards_of_dropped_calls() -> None:
     frame = transitions(ONE)
-    rule = CreditRule("reward_to_go", "turn", scope="all", reward_weights={"air": 0.5})
+    credit = CreditSettings(scheme="reward_to_go", baseline="turn", reward_weights={"air": 0.5})
     own = pl.repeat(value=True, n=len(frame), eager=True)
-    computed = advantages(frame, own, rule, normalise=lambda units: units.values)
+    computed = advantages(frame, own, credit, normalise=lambda units: units.values, scope="all")
     assert computed.to_list() == [LAST + 7.5, LAST + 4, LAST + 32]
 
 

@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from tests.support.policies import changed, trainer_settings, transition_row
 from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, group, settings, wired, write_base
 from trainer.credit import assignment
-from trainer.credit.assignment import CreditRule
 from trainer.data.group_checks import find_skips
 from trainer.data.source import Group, Loaded
 from trainer.ledger.skips import SkipReason
 
 REMAX = trainer_settings(estimator="remax", run_id="run", reward_weights={"style": 0.5})
-RULE = CreditRule.of(REMAX)
 GROUP = Group("run", "train", "spec", "group")
 
 
@@ -94,7 +92,7 @@ def test_minus_greedy_advantage_is_return_less_mean_greedy_return(rewards: list[
     baselines = [{**greedy(reward), **names, "RolloutId": f"greedy-{i}"} for i, reward in enumerate(of_greedy)]
     random.shuffle(rows)
     frame = assignment.with_greedy(pl.DataFrame(rows), pl.DataFrame(baselines))
-    advantages = assignment.advantages(frame, frame["Policy"] == "policy", RULE, normalise=minus_greedy)
+    advantages = assignment.advantages(frame, frame["Policy"] == "policy", REMAX.credit, normalise=minus_greedy)
     mean = sum(of_greedy) / len(of_greedy)
     assert advantages.to_list() == pytest.approx([row["Rewards.Value"][0] - mean for row in rows], abs=1e-8)  # type: ignore[index]
 
@@ -107,9 +105,7 @@ def test_minus_greedy_weights_rewards_on_both_sides():
     ]
     frame = pl.DataFrame(turns, schema_overrides={"Rewards.Value": pl.List(pl.Float64), "Rewards.Name": pl.List(pl.String)})
     rows = assignment.with_greedy(frame, pl.DataFrame([{**greedy(2.0), "Rewards.Name": ["style"]}]), REMAX.credit.reward_weights)
-    advantages = assignment.advantages(
-        rows, rows["Policy"] == "policy", replace(RULE, reward_weights=REMAX.credit.reward_weights), normalise=minus_greedy
-    )
+    advantages = assignment.advantages(rows, rows["Policy"] == "policy", REMAX.credit, normalise=minus_greedy)
     assert advantages.to_list() == [0.0, 0.0, 0.5]
 
 

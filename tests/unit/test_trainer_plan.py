@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from tests.support.policies import trainer_settings, transition_row
 from tests.support.trainers import SPEC, FakeSource, committed, group, settings, wired, write_base
 from trainer import loop
 from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned
-from trainer.data.planning import history_of
+from trainer.data.planning import history_of, make_plan
 from trainer.data.source import Group, GroupState
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import SkipReason
@@ -109,6 +110,12 @@ def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
     ledger = open_ledger(fork)
     assert history_of(fork, ledger, SPEC).lineage == (3,)
     assert history_of(fork, None, SPEC).lineage == (0,)
+
+
+@pytest.mark.parametrize("refused", [{"credit__scheme": "own"}, {"phase_policies": ("other",)}])
+def test_make_plan_with_settings_that_a_run_refuses_raises(tmp_path: Path, refused: dict[str, object]):
+    with pytest.raises(SettingsError):
+        make_plan(settings(write_base(tmp_path / "base"), tmp_path / "policies", **refused))
 
 
 def test_planned_empty_store_names_other_runs():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spangrad.settings import BuilderSettings, TrainerSettings
 from tests.support.policies import group_relative, trainer_settings, transition_row
 from tests.support.spans import SpanFactory
-from trainer.credit.assignment import CreditRule, advantages, returns
+from trainer.credit.assignment import advantages, returns
 from trainer.credit.estimators import estimator
 from trainer.credit.roles import cancelling_roles, count_own_roles, count_roles, missing_roles, role_metrics
 from trainer.data.assemble import assemble
@@ -140,7 +140,7 @@ def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
         counted = count_roles(transitions, settings.credit.reward_roles)
         loaded = Loaded(batch_rollouts, counted)
         own = loaded.own(policy, settings.selection)
-        values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative).to_list()
+        values = advantages(counted, own, settings.credit, normalise=group_relative).to_list()
         assert values == pytest.approx([value for value in expected for _ in range(2)], rel=1e-5)
         _, metrics, _ = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
         assert (metrics["mean_return"], metrics["transitions"]) == (-0.5 if policy == "black" else 0.5, 8)
@@ -158,7 +158,7 @@ def test_by_role_credits_one_policy_in_each_role_it_plays(black: str, scheme: st
     counted = count_own_roles(transitions, "white")
     loaded = Loaded(batch_rollouts, counted)
     own = loaded.own("white", settings.selection)
-    values = advantages(counted, own, CreditRule.of(settings), normalise=group_relative)
+    values = advantages(counted, own, settings.credit, normalise=group_relative)
     by_agent = {agent: part for (agent,), part in counted.filter(own).with_columns(values).group_by("AgentName", maintain_order=True)}
     expected = {"white": [WIN, WIN, WIN, LOSS], "black": [-WIN, -WIN, -WIN, -LOSS]}
     assert {agent: part["Advantage"].to_list() for agent, part in by_agent.items()} == {

@@ -1,8 +1,8 @@
 """Credit assignment: from the raw rewards of transitions to one advantage a transition.
 
 In: a frame of transitions (one row a policy call) with the columns of `KEY`, `Turn`, `CallId`, `ResponseIds` and `Rewards`, which of them
-are trained, a `CreditRule`, and the function that compares values (an estimator of verl's, from `trainer.credit.estimators`). Out: one
-number a trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the
+are trained, the settings of credit, and the function that compares values (an estimator of verl's, from `trainer.credit.estimators`).
+Out: one number a trained row, in the order of the rows given. Invariant: pure functions of whole columns; nothing here knows of the
 store or of PyTorch, nothing is stored, and the order of rows changes nothing.
 
 Two levels, as in Agent Lightning (https://arxiv.org/abs/2508.03680): first a rollout's rewards become values of its calls, then a
@@ -12,24 +12,20 @@ are called the same way, with any estimator.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from spangrad.errors import SettingsError
-from spangrad.settings import TrainerSettings
+from spangrad.settings.trainer_learning import CreditScheme, CreditSettings
 from trainer.credit.earned import KEY, discounted, split
 from trainer.credit.learning import ESTIMATORS, Scope
 
 GROUP = KEY[:3]
-
-Credit = Literal["identical", "final_only", "reward_to_go", "own", "gigpo"]
-Baseline = Literal["rollout", "turn", "transition"]
 
 _NAMED = "Value."
 """Prefix of the columns that hold one reward name's part of a value."""
@@ -48,95 +44,56 @@ class Units:
     lengths: NDArray[np.int64]
     """Number of trained tokens of each unit."""
     named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
-    """Raw parts of the values by reward name, where the rule asks for them (`by_name`): weighted, they add up to `values`."""
+    """Raw parts of the values by reward name, where the estimator needs them: weighted, they add up to `values`."""
     greedy: NDArray[np.float64] | None = None
-    """Return of the greedy rollout of each unit's group. None: the rule compares with none."""
+    """Return of the greedy rollout of each unit's group. None: the estimator compares with none."""
 
 
 Normalise = Callable[[Units], NDArray[np.float64]]
 """Function from units to one advantage per unit."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditRule:
-    """Rule by which rewards become advantages: the credit scheme, the baseline and their parameters."""
-
-    credit: Credit = "identical"
-    baseline: Baseline = "rollout"
-    gamma: float = 1.0
-    """Discount factor per turn."""
-    step_weight: float = 1.0
-    """Weight of the step-level advantage (omega of GiGPO)."""
-    reward_weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Factor of the rewards of each name; 1 for a name that is not listed."""
-    scope: Scope = "group"
-    """Part of the batch that the estimator must see to compare values."""
-    by_name: bool = False
-    """True if the estimator needs the rewards of each name separately (GDPO)."""
-    by_role: bool = False
-    """True to count and to compare the calls of each agent of a rollout as if they were a rollout of its own."""
-
-    @classmethod
-    def of(cls, settings: TrainerSettings) -> CreditRule:
-        """Return the rule of the trainer's settings."""
-        return cls(
-            settings.credit.scheme,
-            settings.credit.baseline,
-            settings.credit.gamma,
-            settings.credit.step_weight,
-            settings.credit.reward_weights,
-            ESTIMATORS[settings.credit.estimator].scope,
-            settings.credit.estimator == "gdpo",
-            settings.credit.by_role,
-        )
-
-    def check(self) -> None:
-        """Refuse a rule that has no meaning.
-
-        Raises:
-            SettingsError: credit and baseline do not go together, or a weight is not finite.
-        """
-        require_baseline(self.credit, self.baseline)
-        weights = {"step_weight": self.step_weight, **{f"reward_weights.{name}": weight for name, weight in self.reward_weights.items()}}
-        for name, weight in weights.items():
-            if not math.isfinite(weight):
-                raise SettingsError(f"trainer.credit.{name} = {weight} is not finite. Give a number.")
+Compare = Callable[[pl.DataFrame, pl.DataFrame], pl.Series]
+"""Function from what names each unit's group, and the units, to one advantage per unit (`compare`)."""
 
 
 def advantages(
-    transitions: pl.DataFrame, own: pl.Series, rule: CreditRule | None = None, *, normalise: Normalise, trained: pl.Series | None = None
+    transitions: pl.DataFrame,
+    own: pl.Series,
+    credit: CreditSettings | None = None,
+    *,
+    normalise: Normalise,
+    trained: pl.Series | None = None,
+    scope: Scope | None = None,
 ) -> pl.Series:
-    """Return the advantage of each of a policy's own calls, by the rule's scheme.
+    """Return the advantage of each of a policy's own calls, by the scheme of the settings, which `trainer.credit.learning.check` accepts.
 
     Args:
         transitions: all calls of whole rollouts, other policies' too: their rewards count in the values. With `Greedy` (`with_greedy`)
-            where the rule's scope is that.
+            where the scope is that.
         own: which of them are compared, and get an advantage each, in their order.
-        rule: the scheme and its parameters; None: the defaults.
+        credit: the scheme, the baseline and their parameters. None: the defaults.
         normalise: how values are compared.
         trained: which of those are trained. None: all that are compared.
-
-    Raises:
-        SettingsError: the rule has no meaning.
+        scope: what is compared with what. None: as the estimator needs it.
     """
-    rule = rule or CreditRule()
-    rule.check()
-    if rule.by_role:
+    credit = credit or CreditSettings()
+    facts = ESTIMATORS[credit.estimator]
+    scope = scope or facts.scope
+    if credit.by_role:
         transitions = transitions.with_columns(pl.concat_str("GroupId", "AgentName", separator="\0").alias("GroupId"))
-    columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if rule.credit == "gigpo" else [])]
-    columns += ["Greedy"] if rule.scope == "greedy" else []
+    columns = [*KEY, "Turn", "CallId", *(["PromptIds"] if credit.scheme == "gigpo" else [])]
+    columns += ["Greedy"] if scope == "greedy" else []
     calls = transitions.select(*columns, Length=pl.col("ResponseIds").list.len().cast(pl.Int64)).with_columns(
-        call_rewards(transitions, rule.reward_weights),
+        call_rewards(transitions, credit.reward_weights),
         own.alias("Own"),
         (own if trained is None else trained).alias("Trained"),
-        *(_by_name(transitions) if rule.by_name else []),
+        *(_by_name(transitions) if facts.by_name else []),
     )
-    if rule.credit in _BY_CALL:
-        calls = calls.with_columns(_values_by_call(transitions, rule))
-    return SCHEMES[rule.credit](calls, rule, normalise).filter(own).alias("Advantage")
+    if credit.scheme in _BY_CALL:
+        calls = calls.with_columns(_values_by_call(transitions, credit))
+    return SCHEMES[credit.scheme](calls, credit, partial(compare, scope=scope, normalise=normalise)).filter(own).alias("Advantage")
 
 
-def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def identical(calls: pl.DataFrame, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Give every call its rollout's return: V_t = R = sum_k r_k.
 
     With baseline `rollout` A_t = (R - mean(R)) / (std(R) + 1e-6) over the group's rollouts, each of which counts once however many calls
@@ -147,12 +104,12 @@ def identical(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl
     the transitions of all executions of a task are one group. The group's comparison is GRPO's (https://arxiv.org/abs/2402.03300,
     section 4.1.2) with verl's sample standard deviation.
     """
-    if rule.baseline != "rollout":
-        return _among_calls(calls, _spread(calls, _returns(calls), "Return"), rule, normalise)
-    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
+    if credit.baseline != "rollout":
+        return _among_calls(calls, _spread(calls, _returns(calls), "Return"), credit, compare)
+    return _spread(calls, _rollout_advantages(calls, compare), "Advantage")
 
 
-def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def final_only(calls: pl.DataFrame, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Give the return to the last of a rollout's trained calls only: V_T = R, V_t = 0 before it; so A_T = A(R) and A_t = 0.
 
     A(R) is compared as by `identical` with baseline `rollout`. Calls that share the last turn (choices of one request) all have it.
@@ -161,21 +118,21 @@ def final_only(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> p
     spreading; a control for the other schemes (docs/concepts/credit.md: it learns nothing where earlier calls matter).
     """
     last = (pl.col("Turn") == pl.col("Turn").filter("Trained").max()).over(*KEY).fill_null(value=False)
-    spread = _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage")
+    spread = _spread(calls, _rollout_advantages(calls, compare), "Advantage")
     return calls.select(pl.when(last).then(spread).otherwise(0.0).alias("Advantage")).to_series()
 
 
-def reward_to_go(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def reward_to_go(calls: pl.DataFrame, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Give each call the discounted rewards from it onward: V_t = sum_{k >= t} gamma^(k - t) r_k.
 
     Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
 
     Source: Sutton and Barto, Reinforcement Learning (2018), eq. 3.8; the exponent counts policy calls, not tokens.
     """
-    return _among_calls(calls, calls["ToGo"], rule, normalise)
+    return _among_calls(calls, calls["ToGo"], credit, compare)
 
 
-def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def own(calls: pl.DataFrame, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Give each call its own reward and nothing of what followed: V_t = r_t.
 
     Compared over the calls at the same turn of the group, or (baseline `transition`) over all of its calls.
@@ -183,10 +140,10 @@ def own(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Serie
     Source: the contextual bandit, `reward_to_go` with gamma 0 (Sutton and Barto, Reinforcement Learning, 2018, section 2.9); right where
     every call is graded on its own (docs/concepts/credit.md, inbox).
     """
-    return _among_calls(calls, calls["Earned"], rule, normalise)
+    return _among_calls(calls, calls["Earned"], credit, compare)
 
 
-def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def gigpo(calls: pl.DataFrame, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Group-in-group policy optimisation: A_t = A^E + omega A^S_t.
 
     A^E: the return against the returns of the group's rollouts, each of which counts once. A^S: the step's discounted reward-to-go,
@@ -196,15 +153,15 @@ def gigpo(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Ser
     Source: GiGPO (https://arxiv.org/abs/2505.10978), section 4, normalised by the standard deviation; omega is trainer.credit.step_weight.
     """
     steps = calls.select(*GROUP, State=pl.col("PromptIds").hash())
-    step = _among_own(calls, steps, calls["ToGo"], rule, normalise)
-    return _spread(calls, _rollout_advantages(calls, rule, normalise), "Advantage") + rule.step_weight * step
+    step = _among_own(calls, steps, calls["ToGo"], compare)
+    return _spread(calls, _rollout_advantages(calls, compare), "Advantage") + credit.step_weight * step
 
 
-Scheme = Callable[[pl.DataFrame, CreditRule, Normalise], pl.Series]
+Scheme = Callable[[pl.DataFrame, CreditSettings, Compare], pl.Series]
 """Function from calls (KEY, Turn, CallId, Own, Trained, Reward: what each carries; for the schemes of `_BY_CALL` also Earned and ToGo;
 PromptIds for gigpo) to one advantage per row; the advantages of rows that are not Own are not used."""
 
-SCHEMES: Mapping[Credit, Scheme] = {
+SCHEMES: Mapping[CreditScheme, Scheme] = {
     "identical": identical,
     "final_only": final_only,
     "reward_to_go": reward_to_go,
@@ -215,51 +172,18 @@ SCHEMES: Mapping[Credit, Scheme] = {
 _BY_CALL = frozenset({"own", "reward_to_go", "gigpo"})
 """Schemes whose values depend on the call that earned a reward, and on its turn. To the others only the return matters."""
 
-BASELINES: Mapping[Credit, tuple[Baseline, ...]] = {
-    "identical": ("rollout", "turn", "transition"),
-    "final_only": ("rollout",),
-    "reward_to_go": ("turn", "transition"),
-    "own": ("turn", "transition"),
-    "gigpo": ("rollout",),
-}
-"""Baselines that have a meaning for each scheme: values that differ from call to call are not a single value of a rollout, and where calls
-of the same turn have values of different kinds (final_only), or the scheme compares states (gigpo), turns cannot be compared."""
 
-
-_COMPARED: Mapping[Baseline, str] = {
-    "rollout": "one value a rollout",
-    "turn": "the calls at the same turn",
-    "transition": "all calls of a group",
-}
-
-
-def require_baseline(credit: Credit, baseline: Baseline) -> None:
-    """Refuse a pair of credit scheme and baseline that has no meaning.
-
-    Raises:
-        SettingsError: naming the baseline that the scheme takes, and what takes the baseline.
-    """
-    takes = BASELINES[credit]
-    if baseline not in takes:
-        others = ", ".join(repr(scheme) for scheme, baselines in BASELINES.items() if baseline in baselines)
-        raise SettingsError(
-            f"trainer.credit.scheme = {credit!r} does not go with trainer.credit.baseline = {baseline!r}, which compares "
-            f"{_COMPARED[baseline]}. Set trainer.credit.baseline = {takes[0]!r}, or trainer.credit.scheme to one of {others}."
-        )
-
-
-def live_groups(transitions: pl.DataFrame, own: pl.Series, rule: CreditRule, trained: pl.Series | None = None) -> pl.DataFrame:
+def live_groups(transitions: pl.DataFrame, own: pl.Series, credit: CreditSettings, trained: pl.Series | None = None) -> pl.DataFrame:
     """Return the groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest teaches nothing.
 
     Args:
         transitions: all calls of whole rollouts.
         own: which of them are compared.
-        rule: the scheme and its parameters.
+        credit: the scheme, the baseline and their parameters.
         trained: which of those are trained. None: all that are compared.
     """
-    scope: Scope = "greedy" if rule.scope == "greedy" else "group"
-    distinct = replace(rule, scope=scope, step_weight=1.0)
-    differs = advantages(transitions, own, distinct, normalise=lambda units: np.ones(len(units.values)), trained=trained)
+    scope: Scope = "greedy" if ESTIMATORS[credit.estimator].scope == "greedy" else "group"
+    differs = advantages(transitions, own, credit, normalise=lambda units: np.ones(len(units.values)), trained=trained, scope=scope)
     alive = differs != 0 if trained is None else (differs != 0) & trained.filter(own)
     return transitions.filter(own).select(*GROUP).filter(alive).unique(maintain_order=True)
 
@@ -293,30 +217,30 @@ def named_returns(transitions: pl.DataFrame) -> dict[str, float]:
     return {str(name): value / rollouts for name, value in sums.rows()}
 
 
-def _values_by_call(transitions: pl.DataFrame, rule: CreditRule) -> list[pl.Series]:
+def _values_by_call(transitions: pl.DataFrame, credit: CreditSettings) -> list[pl.Series]:
     """Return what each call earned itself (Earned, with the rollout's own reward where it carries that) and its reward-to-go (ToGo).
 
     No call earned the reward of a dropped call: calls before the dropped one see it, those after it do not, whichever of them carries it.
     """
     earned = split(transitions)
-    own = call_rewards(earned.calls, rule.reward_weights) + call_rewards(earned.rollouts, rule.reward_weights)
+    own = call_rewards(earned.calls, credit.reward_weights) + call_rewards(earned.rollouts, credit.reward_weights)
     calls = transitions.select(*KEY, "Turn").with_columns(own.alias("Reward"))
-    moved = earned.moved.select(*KEY, "Turn").with_columns(call_rewards(earned.moved, rule.reward_weights))
-    return [own.alias("Earned"), discounted(calls, rule.gamma, moved).alias("ToGo")]
+    moved = earned.moved.select(*KEY, "Turn").with_columns(call_rewards(earned.moved, credit.reward_weights))
+    return [own.alias("Earned"), discounted(calls, credit.gamma, moved).alias("ToGo")]
 
 
-def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def compare(groups: pl.DataFrame, units: pl.DataFrame, *, scope: Scope, normalise: Normalise) -> pl.Series:
     """Compare values, each with those of the rows that agree in every column of `groups`.
 
-    By the rule's scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
+    By the scope: `group`: groups of one, whose raw value verl would return, and groups of equal values are 0 and do not reach
     `normalise`. `batch`: groups of one are 0 and do not reach it; those of equal values count in what it knows of the batch. `all`: every
     value reaches it, since none is compared with its group alone. Where all values of every group are equal, there is nothing to compare.
     `greedy`: values that differ from their greedy rollout's reach it, also in groups of one; the others are 0.
 
     Args:
         groups: what names each unit's group.
-        units: Value, Length, a column a reward's name (`Value.NAME`) where the rule asks for them, and Greedy in that scope.
-        rule: its scope.
+        units: Value, Length, a column a reward's name (`Value.NAME`) where the estimator needs them, and Greedy in that scope.
+        scope: what is compared with what.
         normalise: how values are compared.
     """
     rows = units.with_columns(
@@ -327,16 +251,16 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, rule: CreditRule, normali
     spans = values.max() - values.min()
     shared, differs = pl.len() > 1, pl.any_horizontal(spans > tolerance)
     facts = {"Shared": shared, "Differs": shared & differs}
-    if rule.scope == "greedy":
+    if scope == "greedy":
         apart = (pl.col("Value") - pl.col("Greedy")).abs() > tolerance
         facts = {"Shared": apart, "Differs": apart}
-    whole = rule.scope in {"all", "greedy"}
+    whole = scope in {"all", "greedy"}
     rows = rows.with_columns(**(facts if whole else {name: fact.over("Group") for name, fact in facts.items()}))
     result = np.zeros(len(rows))
-    live = rows.filter("Differs" if rule.scope == "group" else "Shared")
+    live = rows.filter("Differs" if scope == "group" else "Shared")
     if live["Differs"].any():
         named = {name.removeprefix(_NAMED): live[name].to_numpy() for name in live.columns if name.startswith(_NAMED)}
-        greedy = live["Greedy"].to_numpy() if rule.scope == "greedy" else None
+        greedy = live["Greedy"].to_numpy() if scope == "greedy" else None
         chosen = Units(live["Value"].to_numpy(), live["Group"].to_numpy(), live["Length"].to_numpy(), named, greedy)
         result[live["Row"].to_numpy()] = normalise(chosen)
     return pl.Series("Advantage", result)
@@ -355,12 +279,12 @@ def _returns(calls: pl.DataFrame) -> pl.DataFrame:
     return calls.group_by(*KEY, maintain_order=True).agg(sums.sum(), *greedy).rename(lambda name: name.replace("Reward", "Return", 1))
 
 
-def _rollout_advantages(calls: pl.DataFrame, rule: CreditRule, normalise: Normalise) -> pl.DataFrame:
+def _rollout_advantages(calls: pl.DataFrame, compare: Compare) -> pl.DataFrame:
     """Return KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
     trained = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
     rollouts = _returns(calls).join(trained, on=KEY, maintain_order="left")
     units = rollouts.drop(*KEY).rename(lambda name: name.replace("Return", "Value", 1))
-    return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units, rule, normalise))
+    return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units))
 
 
 def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, column: str) -> pl.Series:
@@ -368,16 +292,16 @@ def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, column: str) -> pl.Seri
     return calls.select(*KEY).join(rollouts, on=KEY, how="left", maintain_order="left")[column]
 
 
-def _among_calls(calls: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def _among_calls(calls: pl.DataFrame, values: pl.Series, credit: CreditSettings, compare: Compare) -> pl.Series:
     """Compare each trained call's value with those at the same turn of its group, or with all of its group (baseline `transition`)."""
-    groups = calls.select(*GROUP, *(["Turn"] if rule.baseline == "turn" else []))
-    return _among_own(calls, groups, values, rule, normalise)
+    groups = calls.select(*GROUP, *(["Turn"] if credit.baseline == "turn" else []))
+    return _among_own(calls, groups, values, compare)
 
 
-def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, rule: CreditRule, normalise: Normalise) -> pl.Series:
+def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, compare: Compare) -> pl.Series:
     """Compare trained calls with trained calls; the others have 0."""
     trained = calls["Own"]
     units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(trained)
     result = np.zeros(len(calls))
-    result[trained.to_numpy()] = compare(groups.filter(trained), units, rule, normalise).to_numpy()
+    result[trained.to_numpy()] = compare(groups.filter(trained), units).to_numpy()
     return pl.Series("Advantage", result)

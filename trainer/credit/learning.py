@@ -14,7 +14,7 @@ from typing import Literal
 
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
-from spangrad.settings.trainer_learning import Estimator, Loss
+from spangrad.settings.trainer_learning import Baseline, CreditScheme, Estimator, Loss
 from spangrad.weights.adapters import adapter_facts
 
 Scope = Literal["group", "batch", "all", "greedy"]
@@ -41,6 +41,8 @@ class EstimatorFacts:
     needs: Need | None = None
     tokens: bool = False
     """True if the estimator weighs a value by its number of trained tokens."""
+    by_name: bool = False
+    """True if the estimator needs the rewards of each name separately."""
 
     @property
     def by_token(self) -> bool:
@@ -50,7 +52,7 @@ class EstimatorFacts:
 
 ESTIMATORS: Mapping[Estimator, EstimatorFacts] = {
     "gae": EstimatorFacts("all", Need.CRITIC, tokens=True),
-    "gdpo": EstimatorFacts("batch", tokens=True),
+    "gdpo": EstimatorFacts("batch", tokens=True, by_name=True),
     "gpg": EstimatorFacts("batch"),
     "grpo": EstimatorFacts("group"),
     "grpo_passk": EstimatorFacts("group"),
@@ -111,6 +113,22 @@ REJECTIONS = frozenset(f"{level}_{kind}" for level in ("token", "seq_sum", "seq_
 """Verl's names of what `trainer.loss.correction.reject` may look at."""
 
 
+BASELINES: Mapping[CreditScheme, tuple[Baseline, ...]] = {
+    "identical": ("rollout", "turn", "transition"),
+    "final_only": ("rollout",),
+    "reward_to_go": ("turn", "transition"),
+    "own": ("turn", "transition"),
+    "gigpo": ("rollout",),
+}
+"""Baselines that have a meaning for each scheme: values that differ from call to call are not a single value of a rollout, and where calls
+of the same turn have values of different kinds (final_only), or the scheme compares states (gigpo), turns cannot be compared."""
+_COMPARED: Mapping[Baseline, str] = {
+    "rollout": "one value a rollout",
+    "turn": "the calls at the same turn",
+    "transition": "all calls of a group",
+}
+
+
 def check(settings: TrainerSettings) -> None:
     """Refuse settings that cannot be carried out or have no meaning.
 
@@ -132,10 +150,22 @@ def check(settings: TrainerSettings) -> None:
         )
     _check_merge(settings)
     _check_overlong(settings)
+    _check_baseline(settings)
     if settings.optim.schedule == "cosine" and not settings.max_steps:
         raise SettingsError(
             "trainer.optim.schedule = cosine falls to 0 at trainer.max_steps, and trainer.max_steps = 0 has no end. Set the number of "
             "steps, or trainer.optim.schedule = constant."
+        )
+
+
+def _check_baseline(settings: TrainerSettings) -> None:
+    scheme, baseline = settings.credit.scheme, settings.credit.baseline
+    takes = BASELINES[scheme]
+    if baseline not in takes:
+        others = ", ".join(repr(other) for other, baselines in BASELINES.items() if baseline in baselines)
+        raise SettingsError(
+            f"trainer.credit.scheme = {scheme!r} does not go with trainer.credit.baseline = {baseline!r}, which compares "
+            f"{_COMPARED[baseline]}. Set trainer.credit.baseline = {takes[0]!r}, or trainer.credit.scheme to one of {others}."
         )
 
 

@@ -15,7 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
-from trainer.credit.assignment import GROUP, KEY, CreditRule, Normalise, advantages, named_returns, returns, with_greedy
+from trainer.credit.assignment import GROUP, KEY, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.credit.learning import by_token, merges
 from trainer.data.batch import Batch, TokenValues, layout
 from trainer.data.chains import Chains, chains
@@ -55,25 +55,25 @@ def assemble(
         in the order of their tokens in the batch, with the columns of `trained_calls` but Advantage (`with_token_values`).
 
     Raises:
-        SettingsError: credit or selection has no meaning.
+        SettingsError: the selection has no meaning.
     """
-    rule, transitions = CreditRule.of(settings), loaded.transitions
+    weights, transitions = settings.credit.reward_weights, loaded.transitions
     if loaded.greedy is not None:
-        transitions = with_greedy(transitions, loaded.greedy, rule.reward_weights)
+        transitions = with_greedy(transitions, loaded.greedy, weights)
     own = loaded.own(settings.policy, settings.selection)
     masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
     trained = own & masked.is_null()
     counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
     links: Chains | None = None
     if by_token(settings):
-        calls, links = chains(loaded.transitions, trained, rule.reward_weights)
+        calls, links = chains(loaded.transitions, trained, weights)
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
         calls = loaded.transitions.filter(trained)
-        values = advantages(transitions, own, rule, normalise=normalise, trained=trained).filter(trained.filter(own))
+        values = advantages(transitions, own, settings.credit, normalise=normalise, trained=trained).filter(trained.filter(own))
     sequences = (merge if merges(settings) else separate)(calls, values)
     batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
-    rollouts = returns(loaded.transitions, rule.reward_weights)
+    rollouts = returns(loaded.transitions, weights)
     worth = rollouts["Return"].to_numpy()
     metrics = {
         "transitions": len(calls),

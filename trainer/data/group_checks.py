@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import polars as pl
 
 from spangrad.settings import TrainerSettings
-from trainer.credit.assignment import GROUP, CreditRule, live_groups, with_greedy
+from trainer.credit.assignment import GROUP, live_groups, with_greedy
 from trainer.credit.learning import ESTIMATORS
 from trainer.data.masks import masks
 from trainer.data.source import GROUP_COLUMNS, AttemptKey, BatchRollout, Group, Loaded
@@ -171,6 +171,6 @@ def _live(loaded: Loaded, own: pl.Series, trained: pl.Series, settings: TrainerS
     if loaded.greedy is not None:
         transitions = with_greedy(transitions, loaded.greedy, settings.credit.reward_weights)
     rows = transitions.with_columns(own.alias("_Own"), trained.alias("_Trained")).join(names, on=GROUP, how="semi", maintain_order="left")
-    live = live_groups(rows.drop("_Own", "_Trained"), rows["_Own"], CreditRule.of(settings), rows["_Trained"])
+    live = live_groups(rows.drop("_Own", "_Trained"), rows["_Own"], settings.credit, rows["_Trained"])
     keys = set(live.rows())
     return {group for group in groups if (group.run_id, group.mode, group.group_id) in keys}

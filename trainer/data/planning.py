@@ -12,6 +12,7 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
+from trainer.credit.learning import check
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
 from trainer.ledger.demand import ConsumedGroups, Consumption, in_flight
@@ -19,6 +20,7 @@ from trainer.ledger.ledger import Ledger
 from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best, versions_with_weights
 from trainer.phases import Phases
+from trainer.phases import check as check_phases
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -30,6 +32,8 @@ def make_plan(settings: Settings) -> TrainPlan:
     Raises:
         SpangradError: a setting or the store is not as it must be.
     """
+    check(settings.trainer)
+    check_phases(settings.trainer)
     require_beginning(settings)
     client = connect(settings.store, consistent=True)
     ledger = existing_ledger(settings)

@@ -18,7 +18,6 @@ from tests.integration.ray_cluster.optimizers import RayOptimizers, settings, us
 from tests.support.policies import NO_ALARM, chained, sampled_rows, transition_row
 from tests.support.trainers import LOSS_OPTIONS, mostly_slow
 from trainer.credit import assignment, learning
-from trainer.credit.assignment import CreditRule
 from trainer.credit.estimators import estimator
 from trainer.data.batch import Batch, layout
 from trainer.data.merge import separate
@@ -98,7 +97,7 @@ def test_estimator_on_ranks_equals_one_process(
     if name == "remax":
         greedy = [transition_row(f"greedy-{group}", Mode="greedy", GroupId=group, rewards=(0.5,)) for group in "xy"]
         graded = assignment.with_greedy(calls, pl.DataFrame(greedy), chosen.credit.reward_weights)
-    worth = assignment.advantages(graded, graded["Policy"] == "policy", CreditRule.of(chosen), normalise=estimator(chosen))
+    worth = assignment.advantages(graded, graded["Policy"] == "policy", chosen.credit, normalise=estimator(chosen))
     require_alike({count: step(optimizer, chosen, batch_of(calls, worth, optimizer)) for count, optimizer in optimizers.items()})
 
 
