@@ -210,7 +210,7 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
         lease: BatchLease | None = None
 
         def free() -> list[str]:
-            finished = ledger.finished_groups("run", "spec")
+            finished = ledger.finished_groups("run", "spec").taken
             return [one.group_id for one in source.all if ("train", one.group_id) not in finished]
 
         def train_elsewhere(chosen: list[str]) -> None:

@@ -70,9 +70,9 @@ class LedgerHistory:
     """Committed versions, oldest first, that led to the one about to be trained, which is last."""
     tokenizer_hash: str
     finished: frozenset[tuple[str, str]]
-    """Mode and id of groups that a batch must not take."""
+    """Mode and id of groups that are trained or skipped."""
     leased: frozenset[tuple[str, str]]
-    """Mode and id of finished groups whose step is under way."""
+    """Mode and id of groups whose step is under way."""
     skipped: dict[Group, SkipReason]
     claimed: Claimed = lambda _: {}
     awaited: Sequence[str] = ()

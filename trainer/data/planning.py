@@ -83,15 +83,15 @@ def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Le
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
         return _beginning(settings, ledger)
-    under_way = [row.policy_version.batch_id for row in ledger.versions() if row.status is None]
-    leased = {(row.group.mode, row.group.group_id) for batch in under_way if batch for row in ledger.batch(batch)}
     finished = ledger.finished_groups(settings.trainer.run_id, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
     skipped = ledger.skips.read()
     outdated = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
     kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
-    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(finished - outdated), frozenset(leased), kept, ledger.claimed)
+    return LedgerHistory(
+        tuple(lineage), newest.tokenizer_hash, frozenset(finished.done - outdated), frozenset(finished.leased), kept, ledger.claimed
+    )
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:

@@ -6,12 +6,13 @@ Invariant: each function runs inside a transaction of the ledger.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from spangrad.errors import LedgerError
+from trainer.data.built_groups import Key
 from trainer.data.source import AttemptKey, BatchRollout, Group
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS, LEASES, SKIPPED, VERSIONS, equal_to
 
@@ -93,23 +94,66 @@ def _among(keys: Collection[AttemptKey]) -> list[sa.ColumnElement[bool]]:
     return [BATCH_ROLLOUTS.c.run_id.in_({run for run, _, _ in keys}), BATCH_ROLLOUTS.c.rollout_id.in_({name for _, name, _ in keys})]
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedGroups:
+    """Groups of a run that a batch may not take."""
+
+    done: set[Key]
+    """Groups that are trained, or skipped."""
+    leased: set[Key]
+    """Groups of a step that is under way, which may fail."""
+
+    @property
+    def taken(self) -> set[Key]:
+        """Return all of them."""
+        return self.done | self.leased
+
+
 def finished(
-    transaction: sa.Connection, branch: Mapping[str, str], run_id: str, build_spec: str, *, finetuned: bool
-) -> set[tuple[str, str]]:
-    """Return mode and id of the groups that are leased or trained under any specification, or skipped under this one.
+    connection: sa.Connection,
+    branch: Mapping[str, str],
+    run_id: str,
+    build_spec: str,
+    *,
+    finetuned: bool,
+    since: int | None = None,
+    keys: Sequence[Key] | None = None,
+) -> FinishedGroups:
+    """Return the groups that are leased or trained under any specification, or skipped under this one.
 
     Args:
-        transaction: of the ledger.
+        connection: to the ledger.
         branch: policy and branch.
         run_id: of the groups.
         build_spec: of the skips.
         finetuned: True if groups of which a run over files trained a rollout count, too.
+        since: version from which on batches and skips are read. None: all.
+        keys: groups to read of; a few others may be among the result. None: all.
     """
-    tables = (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS) if finetuned else (BATCH_ROLLOUTS,)
-    of_run = {**branch, "run_id": run_id}
-    taken = [sa.select(table.c.mode, table.c.group_id).where(*equal_to(table, of_run)) for table in tables]
-    skipped = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(*equal_to(SKIPPED, {**of_run, "build_spec": build_spec}))
-    return {(str(mode), str(group)) for mode, group in transaction.execute(sa.union(*taken, skipped))}
+    leases = set(connection.execute(sa.select(LEASES.c.batch_id).where(*equal_to(LEASES, branch))).scalars())
+    done, leased = set[Key](), set[Key]()
+    for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS) if finetuned else (BATCH_ROLLOUTS,):
+        under_way = table.c.batch_id.in_(leases)
+        query = sa.select(table.c.mode, table.c.group_id, under_way).where(table.c.run_id == run_id)
+        if since is None:
+            query = query.where(*equal_to(table, branch), _named(table, keys))
+        else:
+            query = query.select_from(by_version(table)).where(*equal_to(VERSIONS, branch), VERSIONS.c.version >= since)
+        for mode, group, is_leased in connection.execute(query.distinct()):
+            (leased if is_leased else done).add((str(mode), str(group)))
+    recent = SKIPPED.c.version >= since if since is not None else sa.true()
+    query = sa.select(SKIPPED.c.mode, SKIPPED.c.group_id).where(
+        *equal_to(SKIPPED, branch), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec, _named(SKIPPED, keys), recent
+    )
+    done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
+    return FinishedGroups(done, leased)
+
+
+def _named(table: sa.Table, keys: Sequence[Key] | None) -> sa.ColumnElement[bool]:
+    """Return the condition that a row is of a mode and an id of some keys. None: of any."""
+    if keys is None:
+        return sa.true()
+    return sa.and_(table.c.mode.in_({mode for mode, _ in keys}), table.c.group_id.in_([group for _, group in keys]))
 
 
 def by_version(table: sa.Table) -> sa.Join:
