@@ -155,7 +155,7 @@ def application(
         follower.on_closed = counts.close
         app.add_routes([*Admin(pool, counts, follower.close_attempts, follower.reason).routes(), *follower.routes()])
     else:
-        followers = Followers(pool, metrics)
+        followers = Followers(pool, metrics, counts.close)
         app.on_shutdown.append(followers.close)
         app.add_routes([*Admin(pool, counts, followers.close_attempts).routes(), *followers.routes(), *PoolAdmin(pool, metrics).routes()])
     app.add_routes([metrics_route(metrics), *calls.routes()])

@@ -17,7 +17,16 @@ from collections.abc import Callable, Sequence
 import msgspec
 from aiohttp import WSMsgType, web
 
-from gateway.followers.messages import BEAT_SECONDS, COUNT_SECONDS, SILENT_SECONDS, ControllerUpdate, FollowerReport, PoolView, view_of
+from gateway.followers.messages import (
+    BEAT_SECONDS,
+    CLOSED_KEPT,
+    COUNT_SECONDS,
+    SILENT_SECONDS,
+    ControllerUpdate,
+    FollowerReport,
+    PoolView,
+    view_of,
+)
 from gateway.metrics import GatewayMetrics
 from gateway.pool.pool import BackendPool, OtherGateways
 from gateway.pool.upstream import Upstream
@@ -29,9 +38,6 @@ log = logging.getLogger(__name__)
 
 CONFIRM_SECONDS = 2.0
 """Longest time that a follower may take to confirm a state before it is disconnected; the engine's own pause holds its calls then."""
-
-CLOSED_KEPT = 10_000
-"""Number of the newest ends of attempts that a follower is sent when it connects: it may have missed them."""
 
 
 class FollowerState(msgspec.Struct, frozen=True):
@@ -66,14 +72,17 @@ class _Connection:
 class Followers(OtherGateways):
     """Connections of all followers."""
 
-    def __init__(self, pool: BackendPool, metrics: GatewayMetrics) -> None:
+    def __init__(self, pool: BackendPool, metrics: GatewayMetrics, on_closed: Callable[[ClosedAttempt], None]) -> None:
+        """Store the arguments; `on_closed` is called for each attempt that has ended, as a follower reports."""
         self._pool = pool
         self._metrics = metrics
+        self._on_closed = on_closed
         self._connections: set[_Connection] = set()
         self._view: PoolView | None = None
         self._revision = 0
         self._reported = asyncio.Event()
         self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
+        """Ends of attempts that a follower is sent when it connects: it may have missed them."""
         metrics.followers = lambda: len(self._connections)
         pool.others = self
 
@@ -105,6 +114,9 @@ class Followers(OtherGateways):
                 while (message := await socket.receive()).type is WSMsgType.BINARY:
                     follower.report = msgspec.msgpack.decode(message.data, type=FollowerReport)
                     self._count_elsewhere()
+                    for closed in follower.report.closed:
+                        self._on_closed(closed)
+                    self.close_attempts(follower.report.closed)
         finally:
             sending.cancel()
             self._forget(follower)
@@ -120,7 +132,7 @@ class Followers(OtherGateways):
         for follower in self._connections:
             follower.wake.set()
 
-    async def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
+    def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
         """Send the ends of attempts to all followers, also to those that connect later."""
         self._closed += closed
         for follower in self._connections:

@@ -16,6 +16,7 @@ from gateway.pool.policy import Canary
 from gateway.pool.pool import BackendPool
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream
+from gateway.proxy.counts import ClosedAttempt
 from spangrad.settings import Settings
 
 LOCAL_SECONDS = 1.0
@@ -96,10 +97,11 @@ class FollowedPool(BackendPool):
             if policy.waiting:
                 policy.changed()
 
-    def report(self, revision: int) -> FollowerReport:
-        """Return the calls in flight and waiting; `revision` is that of the state that was taken over last."""
+    def report(self, revision: int, closed: tuple[ClosedAttempt, ...]) -> FollowerReport:
+        """Return the calls in flight and waiting, with the newest ends of attempts; `revision` is that of the state taken over last."""
         in_flight = {backend_id: backend.in_flight for backend_id, backend in self._by_id.items() if backend.in_flight}
-        return FollowerReport(revision, in_flight, {policy.name: policy.waiting for policy in self.policies.values() if policy.waiting})
+        waiting = {policy.name: policy.waiting for policy in self.policies.values() if policy.waiting}
+        return FollowerReport(revision, in_flight, waiting, closed)
 
     def _taken(self, backend: Upstream | None, view: BackendView) -> Upstream:
         if backend is None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import aiohttp
@@ -18,7 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from gateway.followers.followed_pool import FollowedPool
-from gateway.followers.messages import BEAT_SECONDS, COUNT_SECONDS, SILENT_SECONDS, ControllerUpdate, FollowerReport
+from gateway.followers.messages import BEAT_SECONDS, CLOSED_KEPT, COUNT_SECONDS, SILENT_SECONDS, ControllerUpdate, FollowerReport
 from gateway.proxy.auth import STATE_PATH
 from gateway.proxy.counts import ClosedAttempt
 from gateway.proxy.http import error_response
@@ -47,8 +48,10 @@ class Follower:
         self._pool = pool
         self._session = session
         self._revision = 0
-        self._followed = asyncio.Event()
-        """Set when a state was taken over that is not confirmed yet."""
+        self._due = asyncio.Event()
+        """Set when a report is due at once: a state is not confirmed yet, or attempts have ended."""
+        self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
+        """Ends of attempts that the controller was not sent yet."""
         self.connected = False
         self.on_closed: Callable[[ClosedAttempt], None] = lambda closed: None
         """Callback for each attempt that has ended, by the controller's word."""
@@ -82,15 +85,10 @@ class Follower:
             reason = str(error) or type(error).__name__
             return error_response(503, f"the gateway at {self._url} (gateway.controller), which answers this, is away: {reason}")
 
-    async def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Pass the ends of attempts on to the controller, which tells all its followers; while it is away, this gateway alone knows."""
-        body = msgspec.json.encode({"attempts": closed})
-        try:
-            async with self._session.post(f"{self._url}/attempts/close", data=body, headers=self._headers) as answer:
-                if answer.status != 200:
-                    log.warning("the gateway at %s (gateway.controller) refuses the ends of attempts: HTTP %d", self._url, answer.status)
-        except (aiohttp.ClientError, OSError) as error:
-            log.warning("the gateway at %s (gateway.controller) was not told that attempts ended: %s", self._url, error)
+    def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
+        """Report the ends of attempts to the controller, which informs all its followers; while it is away, this gateway alone knows."""
+        self._closed += closed
+        self._due.set()
 
     async def run(self) -> None:
         """Follow the controller; never returns."""
@@ -143,7 +141,7 @@ class Follower:
         if update.state is not None:
             self._pool.follow(update.state)
             self._revision = update.revision
-            self._followed.set()
+            self._due.set()
         self._pool.take_elsewhere(update.elsewhere)
         for closed in update.closed:
             self.on_closed(closed)
@@ -152,14 +150,15 @@ class Follower:
             log.info("follows the gateway at %s: %d backends", self._url, len(self._pool.backends))
 
     async def _report(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        """Confirm each state at once, and report the calls in flight when they have changed."""
+        """Confirm each state and report ends of attempts at once, and the calls in flight when they have changed."""
         sent, sent_at = FollowerReport(0, {}, {}), 0.0
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # the receiving side ends
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._followed.wait(), COUNT_SECONDS)
-                self._followed.clear()
-                report = self._pool.report(self._revision)
+                    await asyncio.wait_for(self._due.wait(), COUNT_SECONDS)
+                self._due.clear()
+                report = self._pool.report(self._revision, tuple(self._closed))
+                self._closed.clear()
                 if report != sent or time.monotonic() - sent_at >= BEAT_SECONDS:
                     await socket.send_bytes(msgspec.msgpack.encode(report))
                     sent, sent_at = report, time.monotonic()

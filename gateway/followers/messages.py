@@ -20,6 +20,8 @@ BEAT_SECONDS = 1.0
 """Longest time between two messages, each way."""
 COUNT_SECONDS = 0.05
 """Time between two counts of the calls in flight, which are sent when they have changed."""
+CLOSED_KEPT = 10_000
+"""Number of the newest ends of attempts that a gateway keeps for others that are not connected."""
 SILENT_SECONDS = 5.0
 """Time without a message after which the other gateway counts as gone."""
 
@@ -86,6 +88,8 @@ class FollowerReport(msgspec.Struct, frozen=True):
     """Its calls in flight, by the backends' ids; 0 is left out."""
     waiting: dict[str, int]
     """Its calls that wait for a backend, by policy; 0 is left out."""
+    closed: tuple[ClosedAttempt, ...] = ()
+    """Attempts that have ended, as it was ordered since the message before."""
 
 
 def view_of(pool: BackendPool) -> PoolView:

@@ -73,7 +73,7 @@ class Admin:
         self,
         pool: BackendPool,
         counts: Counts,
-        close_elsewhere: Callable[[Sequence[ClosedAttempt]], Awaitable[None]],
+        close_elsewhere: Callable[[Sequence[ClosedAttempt]], None],
         degraded: Callable[[], str] = str,
     ) -> None:
         """Store the arguments.
@@ -81,7 +81,7 @@ class Admin:
         Args:
             pool: backends of the gateway.
             counts: calls of the attempts.
-            close_elsewhere: passes the ends of attempts on to the other gateways.
+            close_elsewhere: passes the ends of attempts on to the other gateways, and waits for none.
             degraded: returns the reason why the gateway is not whole, or an empty string.
         """
         self._close_elsewhere = close_elsewhere
@@ -133,7 +133,7 @@ class Admin:
         """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""
         for attempt in request.attempts:
             self._counts.close(attempt)
-        await self._close_elsewhere(request.attempts)
+        self._close_elsewhere(request.attempts)
         return json_response({"status": "closed"})
 
     async def health(self, request: web.Request) -> web.Response:

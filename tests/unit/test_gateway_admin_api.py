@@ -170,7 +170,7 @@ def url() -> Iterator[str]:
 
 def test_admin_api_every_route_is_described() -> None:
     pool: Any = SimpleNamespace()
-    routes = [*Admin(pool, pool, pool).routes(), *PoolAdmin(pool, pool).routes(), *Followers(pool, pool).routes()]
+    routes = [*Admin(pool, pool, pool).routes(), *PoolAdmin(pool, pool).routes(), *Followers(pool, pool, pool).routes()]
     known = {(route.method.lower(), _plain(route)) for route in routes if route.path != STATE_PATH}
     assert known == {(method, path) for method, path, *_ in OPERATIONS}
 
