@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
+from pydantic import TypeAdapter, ValidationError
 
 from gateway.dialects.answer import EngineAnswer
 from gateway.vllm_plugin.request_fields import is_passed_unchanged, requests_ids, requests_logprobs, with_ids
@@ -24,6 +25,8 @@ _DATA = re.compile(rb"(?:\A|\n)data: ?([^\r\n]*)")
 NULL = msgspec.Raw(b"null")
 Fields = dict[str, msgspec.Raw]
 """A JSON object of which only the names are decoded."""
+_READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: TypeAdapter(int), float: TypeAdapter(float)}
+"""Type of a number -> the adapter that reads it as vLLM does, which accepts texts such as "0.5"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ class ClientRequest:
         name = next((name for name in names if self.fields.get(name) is not None), names[0])
         requested = self.fields.get(name)
         requested = self.dialect.default_length if requested is None else requested
-        if isinstance(requested, int) and requested <= most:
+        number = read_number(requested, int)
+        if number is not None and number <= most:
             return self
         fields = {**self.fields, name: most}
         return replace(self, raw=msgspec.json.encode(fields), fields=fields)
@@ -161,6 +165,16 @@ class Dialect(Protocol):
     def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
         """Return an error of the gateway itself in this dialect's form, of which clients show the message."""
         ...
+
+
+def read_number(value: object, kind: type[int | float]) -> int | float | None:
+    """Return a request's number as vLLM reads it, from a text as well. None: there is none, or it cannot be read."""
+    if value is None or type(value) is kind:
+        return value
+    try:
+        return _READ[kind].validate_python(value)
+    except ValidationError:
+        return None
 
 
 def data_of(event: bytes) -> tuple[bytes, bytes, bytes]:

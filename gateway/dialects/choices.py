@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.answer import EngineAnswer, EngineFacts, Index, TokenId
-from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, openai_error, parse_request
+from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, openai_error, parse_request, read_number
 from spangrad.semconv import ANSWER_FIELD
 
 _Choices = list[Fields]
@@ -91,8 +91,8 @@ class ChoicesDialect(ABC, Generic[_C]):
 
     def choices_of(self, request: ClientRequest) -> int:
         """See `Dialect`; of one prompt."""
-        count = request.fields.get("n")
-        return count if isinstance(count, int) and count > 0 else 1
+        count = read_number(request.fields.get("n"), int)
+        return int(count) if count is not None and count > 0 else 1
 
     def parse(self, raw: bytes) -> ClientRequest:
         """See `Dialect`."""

@@ -98,10 +98,11 @@ class AccessControl:
 
     async def _refuse_policy(self, caller: Caller, policies: frozenset[str], request: web.Request) -> web.Response | None:
         body = await request.read()
-        if not body and request.method in {"GET", "HEAD"}:
+        names_no_model = not body and request.method in {"GET", "HEAD"}
+        if names_no_model and request.match_info.get("rest") == "models":
             return None
         try:
-            model = msgspec.json.decode(body, type=_Asked).model
+            model = None if names_no_model else msgspec.json.decode(body, type=_Asked).model
         except JSON_ERRORS:
             return _forbidden(f"client {caller.name!r} must name its policy as `model` in a JSON object.")
         policy = self._policy_of(model)

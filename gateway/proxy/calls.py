@@ -32,7 +32,7 @@ from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_ba
 from gateway.proxy.continued_calls import ContinuedCalls
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
-from gateway.proxy.http import url_attempt
+from gateway.proxy.http import error_response, url_attempt
 from gateway.proxy.passthrough import pass_through
 from gateway.proxy.redaction import Redactor
 from gateway.proxy.relax import relax
@@ -111,7 +111,14 @@ class Calls:
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """Pass on a request that is no policy call (models, embeddings and the like), unread and unrecorded."""
-        return await pass_through(request, self._session, self._pool, _url_attempt(request))
+        attempt = attempt_of(_url_attempt(request), parse_baggage(request.headers.get("baggage")))
+        if closed := self._counts.closed(attempt):
+            return error_response(410, closed.message(), ATTEMPT_CLOSED)
+        try:
+            async with self._counts.limit(attempt, self._seconds):
+                return await pass_through(request, self._session, self._pool, attempt)
+        except TimeoutError:
+            return error_response(*self._time_over(attempt))
 
     async def call(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Forward and record one policy call."""
@@ -202,11 +209,15 @@ class Calls:
             response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
             return response
         except TimeoutError:
-            if closed := self._counts.closed(exchange.facts.context.attempt):
-                exchange.facts.aborted = True
-                return _failed(exchange, 410, ATTEMPT_CLOSED, closed.message())
-            message = f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}."
-            return _failed(exchange, 504, "timeout", message)
+            status, message, kind = self._time_over(exchange.facts.context.attempt)
+            exchange.facts.aborted = kind == ATTEMPT_CLOSED
+            return _failed(exchange, status, kind, message)
+
+    def _time_over(self, attempt: AttemptKey | None) -> tuple[int, str, str]:
+        """Return status, message and type of the error for a request whose time limit is over."""
+        if closed := self._counts.closed(attempt):
+            return 410, closed.message(), ATTEMPT_CLOSED
+        return 504, f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}.", "timeout"
 
     async def _by_any_backend(self, exchange: _Exchange) -> web.StreamResponse:
         """Forward to a backend; try another one only where nothing was sent to the first."""

@@ -124,7 +124,7 @@ class Counts:
 
     @asynccontextmanager
     async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
-        """Limit the time of a call that has begun: to so many seconds, what is left of its attempt's stage, and the attempt's end.
+        """Limit the time of a request that has begun: to so many seconds, what is left of its attempt's stage, and the attempt's end.
 
         Raises:
             TimeoutError: the time is over, or the attempt was closed.
@@ -133,7 +133,7 @@ class Counts:
             async with asyncio.timeout(seconds):
                 yield
             return
-        tally, clock = self._tallies[attempt], asyncio.get_running_loop().time
+        tally, clock = self._touch(attempt), asyncio.get_running_loop().time
         until = clock() + seconds
         try:
             async with asyncio.timeout_at(tally.until(until)) as limit:

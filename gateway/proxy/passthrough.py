@@ -1,11 +1,12 @@
 """Pass-through of requests that are no policy calls: models, embeddings, token counts.
 
-In: a request to a path below /v1 that no dialect answers. Out: the engine's answer, as it comes. Invariant: nothing is
-read, recorded or counted; and nothing passes that would change what the engine serves, or that would be a call.
+In: a request to a path below /v1 that no dialect answers. Out: the engine's answer, as it comes. Invariant: nothing but the name of the
+model is read, nothing recorded or counted; and nothing passes that would change what the engine serves, or that would be a call.
 """
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import quote
 
 import aiohttp
@@ -14,6 +15,7 @@ from aiohttp import web
 from yarl import URL
 
 from gateway.dialects import DIALECTS
+from gateway.dialects.base import Fields
 from gateway.pool.policy import PoolFullError
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
@@ -52,6 +54,8 @@ async def pass_through(
         return json_response({"object": "list", "data": [_model(name) for name in pool.names]})
     try:
         async with pool.lease(model, attempt) as lease:
+            if lease.model not in (None, model):
+                body = msgspec.json.encode({**msgspec.json.decode(body, type=Fields), "model": lease.model})
             return await _let_answer(request, body, session, lease.backend)
     except (BackendDownError, PoolFullError) as error:
         return error_response(503, str(error), "engine_down")
@@ -83,12 +87,12 @@ async def _let_answer(request: web.Request, body: bytes, session: aiohttp.Client
                     await response.write(shown)
             await response.write_eof(scrubber.rest())
             return response
-    except (aiohttp.ClientError, OSError) as error:
-        if response is None:
-            return error_response(502, unreachable(backend, error), "engine_unreachable")
-        if request.transport is not None:
+    except (aiohttp.ClientError, OSError, asyncio.CancelledError) as error:
+        if response is not None and request.transport is not None:
             request.transport.abort()  # only a broken connection says that this was not all
-        return response
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        return response if response is not None else error_response(502, unreachable(backend, error), "engine_unreachable")
 
 
 def _refusal(method: str, path: str) -> str:

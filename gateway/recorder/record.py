@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from pydantic import TypeAdapter, ValidationError
 
 from gateway.dialects.answer import EngineAnswer, Sampling
-from gateway.dialects.base import ClientRequest
+from gateway.dialects.base import ClientRequest, read_number
 from gateway.proxy.context import CallContext
 from gateway.proxy.modality import modality
 from gateway.proxy.redaction import Redactor
@@ -39,8 +38,6 @@ SAMPLING_DEFAULTS: dict[str, tuple[str, float]] = {
     "repetition_penalty": (semconv.SAMPLING_REPETITION_PENALTY, 1.0),
 }
 """Request field -> attribute, and vLLM's default with `--generation-config vllm`."""
-_READ: dict[type[int | float], TypeAdapter[int] | TypeAdapter[float]] = {int: TypeAdapter(int), float: TypeAdapter(float)}
-"""Type of a number -> the adapter that reads it as vLLM does, which accepts texts such as "0.5"."""
 
 LEAST_TEMPERATURE = 0.01
 """Smallest temperature above 0 that vLLM samples with; it raises smaller ones to this."""
@@ -122,7 +119,7 @@ def _request_and_response_attributes(facts: CallFacts) -> dict[str, Value]:
     engine, response = answer.engine, answer.response_json()
     return {
         semconv.GEN_AI_REQUEST_MODEL: _text(request.get("model")),
-        semconv.GEN_AI_REQUEST_MAX_TOKENS: _number(
+        semconv.GEN_AI_REQUEST_MAX_TOKENS: read_number(
             request.get("max_completion_tokens") or request.get("max_tokens") or request.get("max_output_tokens"), int
         ),
         **(_sampling(request, engine.sampling if engine else None) if facts.provider == PROVIDER else _requested_sampling(request)),
@@ -139,8 +136,8 @@ def _request_and_response_attributes(facts: CallFacts) -> dict[str, Value]:
 def _requested_sampling(request: Mapping[str, Any]) -> dict[str, Value]:
     """Return the sampling parameters of a request to another upstream, whose defaults are not known."""
     return {
-        semconv.GEN_AI_REQUEST_TEMPERATURE: _number(request.get("temperature"), float),
-        semconv.GEN_AI_REQUEST_TOP_P: _number(request.get("top_p"), float),
+        semconv.GEN_AI_REQUEST_TEMPERATURE: read_number(request.get("temperature"), float),
+        semconv.GEN_AI_REQUEST_TOP_P: read_number(request.get("top_p"), float),
     }
 
 
@@ -151,7 +148,7 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
         return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
     asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
     effective: dict[str, Value] = {
-        key: default if value is None else _number(value, type(default)) for key, (value, default) in asked.items()
+        key: default if value is None else read_number(value, type(default)) for key, (value, default) in asked.items()
     }
     # A value that cannot be read may reshape the distribution.
     effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()
@@ -175,8 +172,8 @@ def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, Value]:
         semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         # One for each choice, in order; empty for a choice that was cut.
         semconv.GEN_AI_FINISH_REASONS: [choice.finish_reason or "" for choice in choices],
-        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or _number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
-        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or _number(usage.get("completion_tokens", usage.get("output_tokens")), int),
+        semconv.GEN_AI_INPUT_TOKENS: len(prompt_ids) or read_number(usage.get("prompt_tokens", usage.get("input_tokens")), int),
+        semconv.GEN_AI_OUTPUT_TOKENS: len(ids) or read_number(usage.get("completion_tokens", usage.get("output_tokens")), int),
         semconv.INPUT_TOKEN_IDS: struct.pack(f"<{len(prompt_ids)}I", *prompt_ids) or None,
         semconv.INPUT_LENGTHS: [len(prompt) for prompt in answer.prompts] if len(answer.prompts) > 1 else None,
         semconv.OUTPUT_TOKEN_IDS: struct.pack(f"<{len(ids)}I", *ids) or None,
@@ -188,13 +185,3 @@ def _answer(answer: EngineAnswer, response: bytes | None) -> dict[str, Value]:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
-
-
-def _number(value: object, kind: type[int | float]) -> int | float | None:
-    """Return a request's number as vLLM reads it, from a text as well. None: there is none, or it cannot be read."""
-    if value is None or type(value) is kind:
-        return value
-    try:
-        return _READ[kind].validate_python(value)
-    except ValidationError:
-        return None

@@ -106,7 +106,7 @@ class GatewaySettings(Section):
     `strict_tools` (arguments held to their schema), `schemas` (answers in JSON), `top_p` (with top_k and min_p), `penalties`,
     `tool_choice` (a tool that must be called). Requests of every other mode reach the engine unchanged."""
     request_timeout_seconds: float = 600
-    """Time limit of one policy call, in seconds, waiting for a backend included."""
+    """Time limit of one request to a backend, in seconds, waiting for one included."""
     retokenize: Path | None = None
     """Directory of the tokenizer and chat template that compute token ids for calls whose upstream returns none. None: such calls have
     no ids. Calls with computed ids are marked, and never trained unless `builder.retokenized` is set."""

@@ -174,6 +174,7 @@ class FakeEngine:
     async def _other(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.read())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        await self.go_on.wait()
         return web.json_response({"method": request.method, "path": request.raw_path}, status=418)
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -382,8 +383,7 @@ def event(chunk: dict[str, Any]) -> bytes:
 
 
 def _chunk(asked: dict[str, Any], *choices: dict[str, Any]) -> dict[str, Any]:
-    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1700000000, "model": asked["model"]}
-    return {**head, "choices": list(choices)}
+    return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1700000000, "model": asked["model"], "choices": list(choices)}
 
 
 def _logprob(token: tuple[int, str, float]) -> dict[str, Any]:

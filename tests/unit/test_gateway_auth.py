@@ -114,6 +114,14 @@ async def test_gateway_openai_and_anthropic_clients_authenticate_and_see_refusal
         assert len(stage.engine.requests) == 1
 
 
+async def test_gateway_request_without_model_needs_access_to_the_default_policy() -> None:
+    async with staged(token="root", clients=CLIENTS) as stage:
+        status, message = await ask(stage, "GET", "/v1/responses/r1", bearer("judge-key"))
+        assert (status, message.startswith("permission_error: client 'judge' may not call policy 'policy'")) == (403, True)
+        assert stage.engine.bodies == []
+        assert (await ask(stage, "GET", "/v1/models", bearer("judge-key")))[0] == 200
+
+
 @pytest.mark.parametrize("body", [b"no JSON", b'{"model": 3}', b"[]", pytest.param(b'{"x": ' + b"[" * 100_000, id="deep")])
 async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from gateway.dialects import DIALECTS
+from gateway.followers.controller import Followers
 from gateway.proxy.context import AttemptKey
 from gateway.proxy.counts import ClosedAttempt, Counts
 from tests.support.gateways import Stage, ask, following, staged
@@ -75,6 +76,25 @@ async def test_close_breaks_a_stream_that_has_begun(stage: Stage) -> None:
     with pytest.raises(aiohttp.ClientPayloadError):
         await asyncio.wait_for(call, 5)
     await asyncio.wait_for(stage.engine.left.wait(), 5)
+
+
+async def test_close_attempt_ends_requests_that_pass_through(stage: Stage) -> None:
+    stage.engine.go_on.clear()
+    passing = [asyncio.create_task(ask(stage, "POST", f"{path}/v1/embeddings", {})) for path in (FIRST, SECOND)]
+    while len(stage.engine.bodies) < 2:  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(0.01)
+    await close(stage)
+    for answer in (await asyncio.wait_for(passing[0], 5), await ask(stage, "POST", f"{FIRST}/v1/embeddings", {})):
+        assert (answer[0], answer[1]["error"]["message"]) == (410, MESSAGE)
+    stage.engine.go_on.set()
+    assert (await passing[1])[0] == 418, "the other attempt goes on"
+
+
+async def test_close_at_a_follower_waits_for_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Followers, "close_attempts", lambda *_: asyncio.get_running_loop().create_future())
+    async with staged() as stage, following(stage) as follower:
+        assert (await asyncio.wait_for(close(follower), 0.5))[0] == 200
+        assert (await follower.chat(FIRST))[0] == 410
 
 
 @pytest.mark.parametrize("at_follower", [False, True])
@@ -186,6 +206,9 @@ async def test_stage_unknown_is_refused(stage: Stage) -> None:
         ("/v1/completions", {"prompt": [[1, 2], [3]], "n": 2}, {"prompt": [[1, 2], [3]], "n": 2, "max_tokens": 1}),
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2}, {"prompt": ["a", "b"], "max_tokens": 2}),
         ("/v1/messages", {"max_tokens": 6}, {"max_tokens": 5}),
+        ("/v1/chat/completions", {"max_tokens": "3"}, {"max_tokens": "3"}),
+        ("/v1/chat/completions", {"max_tokens": 8.0, "n": "2"}, {"max_tokens": 2, "n": "2"}),
+        ("/v1/chat/completions", {"max_tokens": "many"}, {"max_tokens": 5}),
         ("/v1/responses", {"max_output_tokens": None}, {"max_output_tokens": 5}),
     ],
 )
