@@ -44,6 +44,8 @@ class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
     renew: bool = False
     """True: an engine registers itself, and may be registered already."""
+    again: bool = False
+    """True: the engine was registered before; if it was removed since, it stays removed."""
 
 
 class ServerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,6 +109,8 @@ class BackendState(msgspec.Struct, frozen=True):
     calls: int
     limit: int | None
     has_key: bool
+    configured: bool
+    """True if the gateway's settings name it."""
 
 
 class CanaryState(msgspec.Struct, frozen=True):
@@ -200,7 +204,7 @@ class PoolAdmin:
         except ValidationError as error:
             first = error.errors()[0]
             raise PublicationError(400, f"the backend's {'.'.join(map(str, first['loc']))} cannot be right: {first['msg']}") from None
-        return json_response(_backend_state(self._pool.register(settings, renew=fields.renew)), 201)
+        return json_response(_backend_state(self._pool.register(settings, renew=fields.renew, again=fields.again)), 201)
 
     async def remove(self, request: web.Request) -> web.Response:
         """Remove a backend when its calls have ended, or at once."""
@@ -337,6 +341,7 @@ def _backend_state(backend: Upstream) -> BackendState:
         calls=backend.calls,
         limit=backend.limit,
         has_key=bool(backend.headers),
+        configured=backend.configured,
     )
 
 

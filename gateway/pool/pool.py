@@ -78,7 +78,11 @@ class BackendPool:
         self._registry = BackendRegistry(settings.gateway.spill_path)
         self._registered: dict[str, BackendSettings] = {}
         """Settings of the backends that were registered at run time, by their names."""
-        for backend in _configured(settings):
+        self._removed: set[tuple[str, str]] = set()
+        """URLs and policies of backends that were removed; an engine that runs on does not register itself again."""
+        configured = _configured(settings)
+        self._configured = {(base_url(backend.url), backend.policy): backend for backend in configured}
+        for backend in configured:
             self.add(backend)
         for backend in [] if settings.gateway.controller else self._registry.read():
             try:
@@ -137,23 +141,31 @@ class BackendPool:
         finally:
             policy.give_back(backend)
 
-    def register(self, settings: BackendSettings, *, renew: bool) -> Upstream:
+    def register(self, settings: BackendSettings, *, renew: bool, again: bool = False) -> Upstream:
         """Add a backend that a later gateway is to have as well.
 
         Args:
             settings: of the backend.
-            renew: True where an engine registers itself, as it does again and again: one that is here stays as it is.
+            renew: True where an engine registers itself, as it does again and again: one that is here stays as it is, and one that the
+                gateway's settings name gets theirs.
+            again: True where the engine was registered before: if it was removed since, it stays removed.
 
         Raises:
-            BackendRefusedError: as `add`.
+            BackendRefusedError: as `add`, or the engine was removed.
         """
-        policy = self.policies.get(settings.policy)
-        known = next((other for other in (policy.backends if policy else ()) if other.url == base_url(settings.url)), None)
+        place = url, policy = base_url(settings.url), settings.policy
+        known = next((other for other in self.policy(policy).backends if other.url == url), None)
         if renew and known and known.status is not BackendStatus.DRAINING:
             return known
-        backend = self.add(settings)
-        self._registered[backend.name] = settings
-        self._registry.write(self._registered.values())
+        if again and place in self._removed:
+            raise BackendRefusedError(
+                f"{url} was removed from policy {policy!r}. Restart the engine, or add it by `spangrad backends add`."
+            )
+        backend = self.add(self._configured.get(place, settings) if renew else settings)
+        self._removed.discard(place)
+        if not backend.configured:
+            self._registered[backend.name] = settings
+            self._registry.write(self._registered.values())
         return backend
 
     def add(self, settings: BackendSettings) -> Upstream:
@@ -180,6 +192,7 @@ class BackendPool:
                 )
         if isinstance(backend, Backend) and any(other.url == backend.url and other.is_engine for other in self.backends):
             raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
+        backend.configured = (backend.url, backend.policy) in self._configured
         self.join(backend)
         if isinstance(backend, Backend) and self._tasks is not None:
             self._watch(self._tasks, backend)
@@ -196,6 +209,7 @@ class BackendPool:
 
     async def remove(self, backend: Upstream, *, now: bool) -> None:
         """Remove a backend: it gets no more calls, and leaves when those in flight have ended, or at once with `now`."""
+        self._removed.add((backend.url, backend.policy))
         if self._registered.pop(backend.name, None):
             self._registry.write(self._registered.values())
         watcher = self._watchers.pop(backend.name, None)
@@ -243,4 +257,5 @@ def _configured(settings: Settings) -> list[BackendSettings]:
         first = BackendSettings(url=gateway.engine_url, policy=gateway.policy, key=settings.engine.token)
     except ValidationError:
         raise SettingsError(f"gateway.engine_url = {gateway.engine_url!r} is no engine's URL, such as http://127.0.0.1:8000.") from None
-    return listed if any((backend.url, backend.policy) == (first.url, first.policy) for backend in listed) else [first, *listed]
+    same = any((base_url(backend.url), backend.policy) == (base_url(first.url), first.policy) for backend in listed)
+    return listed if same else [first, *listed]

@@ -63,6 +63,8 @@ class Upstream:
         self.limit = settings.limit
         self.model = settings.model
         """Model name to send to the upstream. None: the one that the client sent."""
+        self.configured = False
+        """True if the gateway's settings name it: it stays a backend when it ends."""
         self.status = BackendStatus.DOWN
         self.reason = ""
         """Reason why it is down."""

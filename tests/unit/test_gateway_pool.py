@@ -133,6 +133,7 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
                     "calls": 0,
                     "limit": 4,
                     "has_key": False,
+                    "configured": False,
                 },
             )
             await all_serve(stage, 2)
@@ -251,6 +252,24 @@ async def test_admin_orders_to_unknown_backend_or_policy_are_refused_with_reason
         ):
             answer_status, answer = await ask(stage, method, path)
             assert (answer_status, reason in answer["error"]["message"]) == (status, True), answer
+
+
+@pytest.mark.parametrize("suffix", ["/v1", "/"])
+async def test_backend_listed_by_another_spelling_replaces_the_first(suffix: str) -> None:
+    engine = FakeEngine()
+    url = f"http://127.0.0.1:{engine.port}"
+    async with staged(engine, backends=[{"url": url + suffix, "limit": 3}]) as stage:
+        assert [(backend["url"], backend["limit"]) for backend in await backends(stage)] == [(url, 3)]
+
+
+async def test_pass_through_of_an_alias_names_the_engines_model() -> None:
+    async with staged(models={"gpt-4o": "policy"}) as stage:
+        await all_serve(stage, 1)
+        for model in ("gpt-4o", "policy", "other"):
+            async with stage.client.post("/v1/embeddings", json={"input": ["a"], "model": model}) as answer:
+                assert answer.status == 418
+        assert [json.loads(body)["model"] for body in stage.engine.bodies] == ["policy", "policy", "other"]
+        assert stage.engine.bodies[1] == b'{"input": ["a"], "model": "policy"}', "what needs no other name passes as it is"
 
 
 async def test_models_setting_maps_names_to_policies() -> None:

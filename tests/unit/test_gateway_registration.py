@@ -17,7 +17,8 @@ from spangrad.processes import free_ports
 from spangrad.settings import BackendSettings, Settings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateways import ask, backends, staged
+from tests.support.gateways import all_serve, ask, backends, staged
+from tests.support.scripted_servers import AdminGateway
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 10.0
@@ -60,6 +61,58 @@ async def test_engine_registers_whenever_gateway_is_up_and_leaves_at_its_end(tmp
             assert await urls(stage) == both, "once, however often it renews"
             await asyncio.to_thread(registration.__exit__, None, None, None)
             assert await urls(stage) == both[:1]
+
+
+async def test_engine_removed_by_an_order_registers_again_only_after_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = FakeEngine(), FakeEngine()
+    (port,) = free_ports(1)
+    both = [f"http://127.0.0.1:{engine.port}" for engine in (first, second)]
+    async with second.running(), staged(first, port=port, spill_path=str(tmp_path)) as stage:
+        with Registration(registering(second, port), renewal_seconds=0.02) as registration:
+            await happens(stage, both)
+            await all_serve(stage, 2)
+            first.go_on.clear()
+            second.go_on.clear()
+            calls = [asyncio.create_task(stage.chat()) for _ in range(2)]
+            await second.arrived.wait()
+            removal = asyncio.create_task(ask(stage, "DELETE", "/admin/backends/policy-1"))
+            await asyncio.sleep(0.1)
+            assert not removal.done()
+            first.go_on.set()
+            second.go_on.set()
+            assert [(await call)[0] for call in calls] == [200, 200]
+            assert (await removal)[0] == 200
+            await asyncio.sleep(0.1)
+            assert await urls(stage) == both[:1], "the process runs on"
+            assert caplog.text.count(f"{both[1]} was removed from policy 'policy'") == 1
+            assert registration._name == "", "it removes no backend that has the name after it"
+        with Registration(registering(second, port), renewal_seconds=0.02):
+            await happens(stage, both)
+
+
+async def test_engine_that_the_settings_name_stays_a_backend_with_its_settings(tmp_path: Path) -> None:
+    first, second = FakeEngine(), FakeEngine()
+    (port,) = free_ports(1)
+    both = [f"http://127.0.0.1:{engine.port}" for engine in (first, second)]
+    listed = [{"url": f"{both[1]}/v1", "limit": 7}]
+    async with second.running(), staged(first, port=port, spill_path=str(tmp_path), backends=listed) as stage:
+        for _ in range(2):
+            registration = Registration(registering(second, port), renewal_seconds=0.02)
+            await asyncio.to_thread(registration._register)
+            with registration:
+                await happens(stage, both)
+            assert [(backend["url"], backend["limit"]) for backend in await backends(stage)] == [(both[0], None), (both[1], 7)]
+            assert (await ask(stage, "DELETE", "/admin/backends/policy-1"))[0] == 200
+    assert not (tmp_path / FILE).exists(), "the settings have it"
+
+
+async def test_registration_answered_by_a_foreign_service_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    with AdminGateway() as service, Registration(registering(engine, service.port), 0.01) as registration:
+        await asyncio.sleep(0.2)
+        assert registration._thread is not None
+        assert registration._thread.is_alive()
+    assert "no gateway of this version" in caplog.text
 
 
 async def test_gateway_after_restart_has_registered_backends(tmp_path: Path) -> None:
