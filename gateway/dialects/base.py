@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
@@ -127,7 +127,7 @@ class StreamReader(ABC):
         """Process an event, without the blank line that ends it; return what the client gets, also without that line. None: nothing."""
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """One of the API dialects in which agents call the policy."""
 
     path: str
@@ -135,12 +135,14 @@ class Dialect(Protocol):
     """`gen_ai.operation.name`."""
     length_fields: tuple[str, ...]
     """Fields of requests that hold the largest number of tokens of an answer; the first is set where a request has none."""
-    default_length: int | None
+    default_length: int | None = None
     """Largest number of tokens of a choice where a request names none. None: as many as the model's context allows."""
+    conversation: frozenset[str]
+    """Request fields that are not decoded."""
 
     def choices_of(self, request: ClientRequest) -> int:
         """Return the number of choices that a request asks for, of all its prompts together."""
-        ...
+        return 1
 
     def parse(self, raw: bytes) -> ClientRequest:
         """Read a client's request.
@@ -148,23 +150,28 @@ class Dialect(Protocol):
         Raises:
             ValueError: it is not a JSON object; the message says what is wrong.
         """
-        ...
+        try:
+            fields = msgspec.json.decode(raw, type=Fields)
+            decoded = {name: value if name in self.conversation else msgspec.json.decode(value) for name, value in fields.items()}
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+        return ClientRequest(raw, decoded, self)
 
+    @abstractmethod
     def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """Read a whole answer; return it, and the bytes that the client gets.
 
         Raises:
             ValueError: it is no answer in this dialect.
         """
-        ...
 
+    @abstractmethod
     def stream(self, request: ClientRequest) -> StreamReader:
         """Return a reader for the answer's stream."""
-        ...
 
     def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
         """Return an error of the gateway itself in this dialect's form, of which clients show the message."""
-        ...
+        return {"error": {"message": message, "type": kind, "code": status}}
 
 
 def read_number(value: object, kind: type[int | float]) -> int | float | None:
@@ -181,22 +188,3 @@ def data_of(event: bytes) -> tuple[bytes, bytes, bytes]:
     """Return the part of an event before its data, the data, and the part after it; an event without data is all before."""
     match = _DATA.search(event)
     return (event[: match.start(1)], match[1], event[match.end(1) :]) if match else (event, b"", b"")
-
-
-def parse_request(raw: bytes, dialect: Dialect, conversation: frozenset[str]) -> ClientRequest:
-    """Read a client's request; the fields named in `conversation` stay raw.
-
-    Raises:
-        ValueError: it is not a JSON object; the message says what is wrong.
-    """
-    try:
-        fields = msgspec.json.decode(raw, type=Fields)
-        decoded = {name: value if name in conversation else msgspec.json.decode(value) for name, value in fields.items()}
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    return ClientRequest(raw, decoded, dialect)
-
-
-def openai_error(status: int, message: str, kind: str) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "code": status}}

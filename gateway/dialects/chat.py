@@ -70,7 +70,8 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
 
     path = CHAT_PATH
     operation = "chat"
-    length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    object_type = "chat.completion"
+    length_fields = ("max_completion_tokens", "max_tokens")
     conversation = frozenset({"messages"})
 
     read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
@@ -98,18 +99,9 @@ class ChatDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
         # A chunk that has no ids came from an upstream that was not asked for any: nothing of it is ours to leave out.
         return bool(delta) or choice.finish_reason not in (None, UNSET) or choice.token_ids is UNSET
 
-    def whole(self, answer: EngineAnswer) -> dict[str, Any]:
+    def content(self, choice: Choice) -> dict[str, Any]:
         """See `ChoicesDialect`."""
-        choices = [
-            {
-                "index": index,
-                "message": choice.message,
-                **({"logprobs": choice.recorded_logprobs} if choice.alternatives else {}),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in sorted(answer.choices.items())
-        ]
-        return {"id": answer.id, "object": "chat.completion", "model": answer.model, "choices": choices, "usage": answer.usage}
+        return {"message": choice.message}
 
 
 def _merge(message: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -9,15 +9,15 @@ A whole answer of fields that we know is read in one pass: a client waits for it
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from gateway.dialects.answer import EngineAnswer, EngineFacts, Index, TokenId
-from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, openai_error, parse_request, read_number
+from gateway.dialects.answer import Choice, EngineAnswer, EngineFacts, Index, TokenId
+from gateway.dialects.base import NULL, ClientRequest, Dialect, Fields, StreamReader, data_of, read_number
 from spangrad.semconv import ANSWER_FIELD
 
 _Choices = list[Fields]
@@ -72,15 +72,11 @@ class KnownAnswer(ReadAnswer[_C], forbid_unknown_fields=True, gc=False):
     metrics: Raw | UnsetType = UNSET
 
 
-class ChoicesDialect(ABC, Generic[_C]):
+class ChoicesDialect(Dialect, Generic[_C]):
     """Base of the dialects chat and completions."""
 
-    path: str
-    operation: str
-    length_fields: tuple[str, ...]
-    default_length: int | None = None
-    conversation: frozenset[str]
-    """Request fields that are not decoded."""
+    object_type: str
+    """`object` of whole answers."""
     read_answer: msgspec.json.Decoder[ReadAnswer[_C]]
     known_answer: msgspec.json.Decoder[Any]
     """Decoder of a `KnownAnswer`."""
@@ -93,10 +89,6 @@ class ChoicesDialect(ABC, Generic[_C]):
         """See `Dialect`; of one prompt."""
         count = read_number(request.fields.get("n"), int)
         return int(count) if count is not None and count > 0 else 1
-
-    def parse(self, raw: bytes) -> ClientRequest:
-        """See `Dialect`."""
-        return parse_request(raw, self, self.conversation)
 
     def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """See `Dialect`."""
@@ -156,10 +148,6 @@ class ChoicesDialect(ABC, Generic[_C]):
         """See `Dialect`."""
         return ChoicesStream(self, request)
 
-    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
-        """See `Dialect`."""
-        return openai_error(status, message, kind)
-
     def begin(self, request: ClientRequest) -> EngineAnswer:
         """Return the answer of a stream with what is known before it begins."""
         return EngineAnswer()
@@ -180,8 +168,21 @@ class ChoicesDialect(ABC, Generic[_C]):
         """Read a choice; return whether it holds anything but ids and logprobs."""
 
     @abstractmethod
+    def content(self, choice: Choice) -> dict[str, Any]:
+        """Return the field of a choice that holds its message or text."""
+
     def whole(self, answer: EngineAnswer) -> dict[str, Any]:
         """Return the whole answer that a stream's parts amount to."""
+        choices = [
+            {
+                "index": index,
+                **self.content(choice),
+                **({"logprobs": choice.recorded_logprobs} if choice.alternatives else {}),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in sorted(answer.choices.items())
+        ]
+        return {"id": answer.id, "object": self.object_type, "model": answer.model, "choices": choices, "usage": answer.usage}
 
 
 class ChoicesStream(StreamReader):

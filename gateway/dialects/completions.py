@@ -57,8 +57,9 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
 
     path = COMPLETIONS_PATH
     operation = "text_completion"
-    length_fields: tuple[str, ...] = ("max_tokens",)
-    default_length: int | None = 16
+    object_type = "text_completion"
+    length_fields = ("max_tokens",)
+    default_length = 16
     conversation = frozenset({"prompt"})
     read_answer: msgspec.json.Decoder[Any] = msgspec.json.Decoder(ReadAnswer[_Choice])
     read_alternatives = msgspec.json.Decoder(ReadAnswer[_ChoiceWithAlternatives])
@@ -101,18 +102,9 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
                 answer.prompts[prompt_index] = choice.prompt_token_ids
         return True
 
-    def whole(self, answer: EngineAnswer) -> dict[str, Any]:
+    def content(self, choice: Choice) -> dict[str, Any]:
         """See `ChoicesDialect`."""
-        choices = [
-            {
-                "index": index,
-                "text": choice.message.get("text", ""),
-                **({"logprobs": choice.recorded_logprobs} if choice.alternatives else {}),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in sorted(answer.choices.items())
-        ]
-        return {"id": answer.id, "object": "text_completion", "model": answer.model, "choices": choices, "usage": answer.usage}
+        return {"text": choice.message.get("text", "")}
 
 
 def _alternatives(logprobs: _LogprobsWithAlternatives) -> list[TokenAlternatives]:

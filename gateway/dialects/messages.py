@@ -24,7 +24,7 @@ class MessagesDialect(MiddlewareFieldDialect):
 
     path = MESSAGES_PATH
     operation = "chat"
-    length_fields: tuple[str, ...] = ("max_tokens",)
+    length_fields = ("max_tokens",)
     conversation = frozenset({"messages", "system"})
     required = "content"
     finish = "stop_reason"

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.base import ClientRequest, Fields, openai_error
+from gateway.dialects.base import ClientRequest, Fields
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.request_fields import RESPONSES_PATH
 
@@ -28,7 +28,7 @@ class ResponsesDialect(MiddlewareFieldDialect):
 
     path = RESPONSES_PATH
     operation = "chat"
-    length_fields: tuple[str, ...] = ("max_output_tokens",)
+    length_fields = ("max_output_tokens",)
     conversation = frozenset({"input", "instructions"})
     required = "output"
     finish = "status"
@@ -37,10 +37,6 @@ class ResponsesDialect(MiddlewareFieldDialect):
     def stream(self, request: ClientRequest) -> ResponsesStream:
         """See `Dialect`."""
         return ResponsesStream(self)
-
-    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
-        """See `Dialect`."""
-        return openai_error(status, message, kind)
 
 
 class ResponsesStream(MiddlewareFieldStream):

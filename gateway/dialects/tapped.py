@@ -7,13 +7,13 @@ that is cut, the tokens up to the last event are kept.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
 import msgspec
 
 from gateway.dialects.answer import Choice, EngineAnswer, EngineFacts, Logprob, TokenId
-from gateway.dialects.base import NULL, ClientRequest, Fields, StreamReader, data_of, parse_request
+from gateway.dialects.base import NULL, ClientRequest, Dialect, Fields, StreamReader, data_of
 from spangrad.semconv import ANSWER_FIELD
 
 
@@ -30,29 +30,15 @@ class _Field(EngineFacts, frozen=True):
     generations: list[_Generation] = msgspec.field(default_factory=list[_Generation])
 
 
-class MiddlewareFieldDialect(ABC):
+class MiddlewareFieldDialect(Dialect):
     """Base of the dialects responses and messages."""
 
-    path: str
-    operation: str
-    length_fields: tuple[str, ...]
-    default_length: int | None = None
-    conversation: frozenset[str]
-    """Request fields that are not decoded."""
     required: str
     """A field that every answer has."""
     finish: str
     """The field that says how the answer ended."""
     hidden: frozenset[str] = frozenset()
     """Fields of answers that hold token ids where the client asked for them: not kept a second time."""
-
-    def choices_of(self, request: ClientRequest) -> int:
-        """See `Dialect`."""
-        return 1
-
-    def parse(self, raw: bytes) -> ClientRequest:
-        """See `Dialect`."""
-        return parse_request(raw, self, self.conversation)
 
     def read(self, body: bytes, request: ClientRequest) -> tuple[EngineAnswer, bytes]:
         """See `Dialect`."""
@@ -76,14 +62,6 @@ class MiddlewareFieldDialect(ABC):
         """Read the finish reason in the dialect's own words, where the engine's field is absent."""
         if answer.engine is None:
             answer.choices[0].finish_reason = msgspec.json.decode(end.get(self.finish, NULL), type=str | None)
-
-    @abstractmethod
-    def stream(self, request: ClientRequest) -> MiddlewareFieldStream:
-        """See `Dialect`."""
-
-    @abstractmethod
-    def error(self, status: int, message: str, kind: str) -> dict[str, Any]:
-        """See `Dialect`."""
 
 
 class MiddlewareFieldStream(StreamReader):
