@@ -31,7 +31,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.pool import BackendPool, OtherGateways
 from gateway.pool.upstream import Upstream
 from gateway.proxy.auth import STATE_PATH
-from gateway.proxy.counts import ClosedAttempt
+from spangrad.http.announcements import ClosedAttempt
 from spangrad.http.server import json_response
 
 log = logging.getLogger(__name__)

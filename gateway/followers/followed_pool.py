@@ -16,7 +16,7 @@ from gateway.pool.policy import Canary
 from gateway.pool.pool import BackendPool
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream
-from gateway.proxy.counts import ClosedAttempt
+from spangrad.http.announcements import ClosedAttempt
 from spangrad.settings import Settings
 
 LOCAL_SECONDS = 1.0

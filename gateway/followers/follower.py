@@ -21,9 +21,9 @@ from yarl import URL
 from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.messages import BEAT_SECONDS, CLOSED_KEPT, COUNT_SECONDS, SILENT_SECONDS, ControllerUpdate, FollowerReport
 from gateway.proxy.auth import STATE_PATH
-from gateway.proxy.counts import ClosedAttempt
 from gateway.proxy.http import error_response
 from spangrad.errors import GatewayError
+from spangrad.http.announcements import ClosedAttempt
 from spangrad.settings import GatewaySettings
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus, Upstream
-from gateway.proxy.counts import ClosedAttempt
 from gateway.weights.publication import WeightsRelease
+from spangrad.http.announcements import ClosedAttempt
 
 BEAT_SECONDS = 1.0
 """Longest time between two messages, each way."""

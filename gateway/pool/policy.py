@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from gateway.pool.backend import Backend
 from gateway.pool.queueing import FairQueue
 from gateway.pool.upstream import BackendDownError, BackendStatus, Upstream
-from gateway.proxy.context import AttemptKey
 from gateway.weights.publication import WeightsRelease
 from spangrad.errors import GatewayError
+from spangrad.http.announcements import AttemptKey
 from spangrad.types import canary_bucket
 
 RETRY_AFTER_SECONDS = 1

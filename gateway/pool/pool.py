@@ -20,8 +20,8 @@ from gateway.pool.policy import NOTHING, Policy
 from gateway.pool.registry import BackendRegistry
 from gateway.pool.upstream import BackendStatus, FrozenUpstream, Upstream, base_url
 from gateway.pool.watch import watch
-from gateway.proxy.context import AttemptKey
 from spangrad.errors import GatewayError, SettingsError
+from spangrad.http.announcements import AttemptKey
 from spangrad.settings import BackendSettings, Settings
 
 log = logging.getLogger(__name__)

@@ -14,56 +14,23 @@ from aiohttp import web
 
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendStatus
-from gateway.proxy.context import Announcement, AttemptKey, parse_traceparent
-from gateway.proxy.counts import ClosedAttempt, Counts
+from gateway.proxy.context import parse_traceparent
+from gateway.proxy.counts import Counts
 from gateway.proxy.http import error_response
 from spangrad.errors import JSON_ERRORS
-from spangrad.http.announcements import AnnouncementRequest, AttemptNumber, RolloutName, StageRequest
+from spangrad.http.announcements import (
+    AnnouncementRequest,
+    ClosedAttempt,
+    ClosingRequest,
+    CountedAttempts,
+    CountRequest,
+    StageRequest,
+)
 from spangrad.http.server import Handler, json_response
 
 T = TypeVar("T")
 COUNT_WAIT_SECONDS = 10
 """Longest time that a count waits for calls in flight."""
-
-
-class AskedAttempt(msgspec.Struct, forbid_unknown_fields=True):
-    """Name of an attempt."""
-
-    rollout_id: RolloutName
-    attempt: AttemptNumber
-
-
-class CountRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Request for the calls of attempts."""
-
-    attempts: list[AskedAttempt]
-    wait: bool = True
-    """True if the response waits for calls in flight, for at most COUNT_WAIT_SECONDS."""
-
-
-class ClosingRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Order that attempts end, whatever their agents still do."""
-
-    attempts: list[ClosedAttempt]
-
-
-class CountedAttempt(msgspec.Struct):
-    """Number of policy calls of an attempt."""
-
-    calls: int | None
-    """Number of accepted calls. None: the attempt was not announced to this process."""
-    overflowed: bool
-    """True if the last call that ended was refused because its prompt was longer than the model's context."""
-    in_flight: int
-    """Number of those calls that have not ended."""
-    closed: str
-    """Reason for which the attempt was closed, such as `token_budget`, or calls of its last stage were refused; empty: neither."""
-
-
-class CountedAttempts(msgspec.Struct):
-    """Numbers of policy calls, in the order of the request."""
-
-    attempts: list[CountedAttempt]
 
 
 class Admin:
@@ -102,32 +69,24 @@ class Admin:
 
     async def announce(self, request: AnnouncementRequest) -> web.Response:
         """Record that attempts are about to start."""
-        announced = request.attempts
-        parents = [parse_traceparent(attempt.traceparent) for attempt in announced]
-        for attempt, parent in zip(announced, parents, strict=True):
-            if attempt.traceparent is not None and parent is None:
+        for attempt in request.attempts:
+            if attempt.traceparent is not None and parse_traceparent(attempt.traceparent) is None:
                 return error_response(400, f"traceparent {attempt.traceparent!r} is malformed")
-        for attempt, parent in zip(announced, parents, strict=True):
-            announcement = Announcement(attempt.run_id, attempt.mode, parent, attempt.limits, attempt.sampling)
-            self._counts.announce(AttemptKey(attempt.rollout_id, attempt.attempt), announcement)
+        for attempt in request.attempts:
+            self._counts.announce(attempt)
         return json_response({"status": "announced"})
 
     async def start_stages(self, request: StageRequest) -> web.Response:
         """Limit the calls of attempts to the time of the stages that they are about to begin."""
         for stage in request.attempts:
-            self._counts.start_stage(AttemptKey(stage.rollout_id, stage.attempt), stage.stage, stage.seconds)
+            self._counts.start_stage(stage)
         return json_response({"status": "announced"})
 
     async def calls(self, request: CountRequest) -> web.Response:
         """Answer with the number of policy calls of attempts, and whether the last one was refused for the length of its prompt."""
-        keys = [AttemptKey(attempt.rollout_id, attempt.attempt) for attempt in request.attempts]
         if request.wait:
-            await asyncio.gather(*(self._counts.wait_idle(key, COUNT_WAIT_SECONDS) for key in keys))
-        return json_response(CountedAttempts([self._counted(key) for key in keys]))
-
-    def _counted(self, key: AttemptKey) -> CountedAttempt:
-        counts, refused = self._counts, self._counts.refused(key)
-        return CountedAttempt(counts.calls(key), counts.overflowed(key), counts.in_flight(key), refused.reason if refused else "")
+            await asyncio.gather(*(self._counts.wait_idle(attempt, COUNT_WAIT_SECONDS) for attempt in request.attempts))
+        return json_response(CountedAttempts([self._counts.counted(attempt) for attempt in request.attempts]))
 
     async def close(self, request: ClosingRequest) -> web.Response:
         """End attempts here and at the other gateways: their calls in flight are cut, and later ones refused."""

@@ -28,7 +28,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.policy import NOTHING, RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool.pool import BackendLease, BackendPool
 from gateway.pool.upstream import BackendDownError, Scrubber, unreachable
-from gateway.proxy.context import AttemptKey, attempt_of, call_context, parse_baggage
+from gateway.proxy.context import attempt_of, call_context, parse_baggage
 from gateway.proxy.continued_calls import ContinuedCalls
 from gateway.proxy.counts import Counts
 from gateway.proxy.headers import forwarded, returned
@@ -41,6 +41,7 @@ from gateway.recorder.record import GATEWAY_ERROR, CallFacts, bare_span, build_s
 from gateway.vllm_plugin.middleware import PAUSED_TYPE
 from spangrad.agent.failures import names_context_overflow
 from spangrad.errors import JSON_ERRORS
+from spangrad.http.announcements import AttemptKey
 from spangrad.http.server import json_response
 from spangrad.settings import Settings
 from spangrad.types import Mode
@@ -175,7 +176,7 @@ class Calls:
         try:
             return build_span(facts, self._process_id, time.time_ns(), self._redactor)
         except Exception as fault:
-            log.exception("a call could not be recorded whole: %s", facts.context.span.header())
+            log.exception("a call could not be recorded whole: %s", facts.context.ids.traceparent)
             return bare_span(facts, self._process_id, time.time_ns(), fault)
 
     def _count(self, exchange: _Exchange, now: float) -> None:
@@ -253,7 +254,7 @@ class Calls:
             return _failed(exchange, 400, "invalid_request_error", refusal)
         headers = forwarded(request.headers)
         if backend.is_engine:
-            headers["traceparent"] = facts.context.span.header()
+            headers["traceparent"] = facts.context.ids.traceparent
         backend.add_headers(headers)
         url = backend.url + facts.request.engine_path
         # Not followed: the key and the conversation are for this upstream alone.

@@ -14,44 +14,11 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from spangrad import semconv
-from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
+from spangrad.encoding.otlp import SpanIds
+from spangrad.http.announcements import AnnouncedAttempt, AttemptKey
 
 _ATTEMPT_NUMBER = re.compile(r"[0-9]{1,4}")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
-
-
-@dataclass(frozen=True, slots=True)
-class SpanContext:
-    """A span's place in its trace."""
-
-    trace_id: bytes
-    span_id: bytes
-
-    def header(self) -> str:
-        """Return the context as a W3C `traceparent`, sampled."""
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-01"
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptKey:
-    """An attempt of a rollout, as the gateway counts it."""
-
-    rollout_id: str
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """Facts of an attempt that the runner announces before it starts."""
-
-    run_id: str | None = None
-    """None: not announced."""
-    mode: str | None = None
-    """None: not announced."""
-    parent: SpanContext | None = None
-    """The attempt's root span. None: not announced."""
-    limits: CallLimits = NO_LIMITS
-    sampling: SamplingParameters = OWN_SAMPLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +29,18 @@ class CallContext:
     """None: the call belongs to no rollout that we know of."""
     run_id: str | None
     mode: str | None
-    parent: SpanContext | None
-    """None: the call's span is the root of a trace of its own."""
-    span: SpanContext
-    """The call's own span."""
+    ids: SpanIds
+    """The call's own span; without a parent, it is the root of a trace of its own."""
 
 
-NOTHING_ANNOUNCED = Announcement()
+NOTHING_ANNOUNCED = AnnouncedAttempt(rollout_id="", attempt=0, run_id="", mode="")
+"""Announcement of an attempt that was not announced."""
 
 
-def parse_traceparent(text: str | None) -> SpanContext | None:
+def parse_traceparent(text: str | None) -> SpanIds | None:
     """Read a W3C `traceparent`; None when it is absent or malformed."""
     match = _TRACEPARENT.fullmatch((text or "").strip().lower())
-    return SpanContext(bytes.fromhex(match[1]), bytes.fromhex(match[2])) if match else None
+    return SpanIds(bytes.fromhex(match[1]), bytes.fromhex(match[2])) if match else None
 
 
 def parse_baggage(text: str | None) -> dict[str, str]:
@@ -92,13 +58,14 @@ def attempt_of(url: AttemptKey | None, baggage: Mapping[str, str]) -> AttemptKey
     return AttemptKey(rollout, int(number) if _ATTEMPT_NUMBER.fullmatch(number) else 0) if rollout else None
 
 
-def call_context(attempt: AttemptKey | None, announced: Announcement, baggage: Mapping[str, str], traceparent: str | None) -> CallContext:
+def call_context(
+    attempt: AttemptKey | None, announced: AnnouncedAttempt, baggage: Mapping[str, str], traceparent: str | None
+) -> CallContext:
     """Return the context of a call; its own span gets a fresh id."""
-    parent = parse_traceparent(traceparent) or announced.parent
+    parent = parse_traceparent(traceparent) or parse_traceparent(announced.traceparent)
     return CallContext(
         attempt=attempt,
         run_id=announced.run_id or baggage.get(semconv.RUN_ID),
         mode=announced.mode or baggage.get(semconv.ROLLOUT_MODE),
-        parent=parent,
-        span=SpanContext(parent.trace_id if parent else os.urandom(16), os.urandom(8)),
+        ids=SpanIds(parent.trace, os.urandom(8), parent.span) if parent else SpanIds(os.urandom(16), os.urandom(8)),
     )

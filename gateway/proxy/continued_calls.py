@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.proxy.context import AttemptKey
 from gateway.recorder.record import CallFacts
 from gateway.vllm_plugin.continuation import FIRST, REQUEST_FIELD, Continued, Rendered
+from spangrad.http.announcements import AttemptKey
 from spangrad.semconv import CONTINUES_HEADER
 
 KEPT_BYTES = 256 * 2**20

@@ -13,36 +13,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import msgspec
-
-from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey
-from spangrad.http.announcements import AttemptNumber, RolloutName
-from spangrad.types import AttemptFailure, Stage
+from gateway.proxy.context import NOTHING_ANNOUNCED
+from spangrad.http.announcements import AnnouncedAttempt, AttemptKey, ClosedAttempt, CountedAttempt, StartedStage
+from spangrad.types import AttemptFailure
 
 ATTEMPTS_KEPT = 100_000
 """Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
 
 
-class ClosedAttempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An attempt that has ended, whatever its agent still does."""
-
-    rollout_id: RolloutName
-    attempt: AttemptNumber
-    reason: str
-    """Reason of the end, such as `cancelled`."""
-
-    @property
-    def key(self) -> AttemptKey:
-        """Return the attempt."""
-        return AttemptKey(self.rollout_id, self.attempt)
-
-    def message(self) -> str:
-        """Return the sentence that the attempt's calls are answered with."""
-        return f"attempt {self.attempt} of rollout {self.rollout_id} has ended ({self.reason}). No more of its calls are answered."
-
-
 @dataclass(slots=True)
-class _StartedStage:
+class _StageInProgress:
     """Stage that an attempt is in."""
 
     ends_at: float
@@ -55,7 +35,7 @@ class _StartedStage:
 
 @dataclass(slots=True)
 class _Tally:
-    announced: Announcement = NOTHING_ANNOUNCED
+    announced: AnnouncedAttempt = NOTHING_ANNOUNCED
     calls: int = 0
     in_flight: int = 0
     overflowed: bool = False
@@ -65,7 +45,7 @@ class _Tally:
     """None: it has not ended, as far as is known."""
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])
     """Time limits of the calls in flight, with the times at which those would end that belong to no attempt."""
-    stage: _StartedStage | None = None
+    stage: _StageInProgress | None = None
     """None: no stage was announced."""
     tokens_out: int = 0
     """Tokens that engines have generated for it."""
@@ -81,11 +61,11 @@ class Counts:
     def __init__(self) -> None:
         self._tallies: OrderedDict[AttemptKey, _Tally] = OrderedDict()
 
-    def announce(self, attempt: AttemptKey, announcement: Announcement) -> None:
+    def announce(self, attempt: AnnouncedAttempt) -> None:
         """Keep the runner's announcement; calls by URL alone inherit it."""
-        self._touch(attempt).announced = announcement
+        self._touch(attempt.key).announced = attempt
 
-    def announced(self, attempt: AttemptKey | None) -> Announcement:
+    def announced(self, attempt: AttemptKey | None) -> AnnouncedAttempt:
         """Return the announcement of an attempt, or an empty one."""
         tally = self._tallies.get(attempt) if attempt else None
         return tally.announced if tally else NOTHING_ANNOUNCED
@@ -99,11 +79,11 @@ class Counts:
             if not limit.expired():
                 limit.reschedule(now)
 
-    def start_stage(self, attempt: AttemptKey, stage: Stage, seconds: float) -> None:
-        """Limit the calls of an attempt, also those in flight, to so many seconds from now on, instead of those of the stage before."""
-        tally = self._touch(attempt)
-        over = ClosedAttempt(attempt.rollout_id, attempt.number, f"{stage.value}_timeout")
-        tally.stage = _StartedStage(asyncio.get_running_loop().time() + seconds, over)
+    def start_stage(self, stage: StartedStage) -> None:
+        """Limit the calls of an attempt, also those in flight, to the stage's seconds from now on, instead of those of the stage before."""
+        tally = self._touch(stage.key)
+        over = _closed(stage.key, f"{stage.stage.value}_timeout")
+        tally.stage = _StageInProgress(asyncio.get_running_loop().time() + stage.seconds, over)
         for limit, own in tally.limits.items():
             if not limit.expired() and not tally.closed:
                 limit.reschedule(tally.until(own))
@@ -114,13 +94,6 @@ class Counts:
         if tally is None or tally.closed or tally.stage is None:
             return tally.closed if tally else None
         return tally.stage.over if asyncio.get_running_loop().time() >= tally.stage.ends_at else None
-
-    def refused(self, attempt: AttemptKey) -> ClosedAttempt | None:
-        """Return how an attempt ended, or that calls of its last stage were cut or refused because its time was over. None: neither."""
-        tally = self._tallies.get(attempt)
-        if tally is None or tally.closed or tally.stage is None:
-            return tally.closed if tally else None
-        return tally.stage.over if tally.stage.refused else None
 
     @asynccontextmanager
     async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
@@ -159,7 +132,7 @@ class Counts:
             tally = self._touch(attempt)
             limits = tally.announced.limits
             if limits.max_calls is not None and tally.calls >= limits.max_calls:
-                self._close(attempt, AttemptFailure.CALL_BUDGET)
+                self.close(_closed(attempt, AttemptFailure.CALL_BUDGET))
             if closed := self.closed(attempt):
                 if tally.stage is not None:
                     tally.stage.refused = tally.stage.refused or closed is tally.stage.over
@@ -183,7 +156,7 @@ class Counts:
             tally.tokens_out += tokens_out
             most = tally.announced.limits.max_output_tokens
             if most is not None and tally.tokens_out >= most:
-                self._close(attempt, AttemptFailure.TOKEN_BUDGET)
+                self.close(_closed(attempt, AttemptFailure.TOKEN_BUDGET))
             tally.overflowed = overflowed
             if not tally.in_flight:
                 tally.idle.set()
@@ -197,27 +170,16 @@ class Counts:
             except TimeoutError:
                 pass  # see above
 
-    def calls(self, attempt: AttemptKey) -> int | None:
-        """Return the number of calls of an attempt; None when this process cannot know them all.
+    def counted(self, attempt: AttemptKey) -> CountedAttempt:
+        """Return the calls of an attempt so far, and its end.
 
         The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
         that was started later, or that had forgotten the attempt: earlier calls are missing from it.
         """
-        tally = self._tallies.get(attempt)
-        return None if tally is None or tally.announced is NOTHING_ANNOUNCED else tally.calls
-
-    def in_flight(self, attempt: AttemptKey) -> int:
-        """Return the number of an attempt's calls that have not ended."""
-        tally = self._tallies.get(attempt)
-        return tally.in_flight if tally is not None else 0
-
-    def overflowed(self, attempt: AttemptKey) -> bool:
-        """Return whether an attempt's last call that ended was refused because its prompt was longer than the model's context."""
-        tally = self._tallies.get(attempt)
-        return tally is not None and tally.overflowed
-
-    def _close(self, attempt: AttemptKey, reason: AttemptFailure) -> None:
-        self.close(ClosedAttempt(attempt.rollout_id, attempt.number, reason.value))
+        tally = self._tallies.get(attempt) or _Tally()
+        calls = None if tally.announced is NOTHING_ANNOUNCED else tally.calls
+        closed = tally.closed or (tally.stage.over if tally.stage and tally.stage.refused else None)
+        return CountedAttempt(calls, tally.overflowed, tally.in_flight, closed.reason if closed else "")
 
     def _touch(self, attempt: AttemptKey) -> _Tally:
         tally = self._tallies.setdefault(attempt, _Tally())
@@ -227,3 +189,7 @@ class Counts:
             if oldest is not None:
                 del self._tallies[oldest]
         return tally
+
+
+def _closed(attempt: AttemptKey, reason: str) -> ClosedAttempt:
+    return ClosedAttempt(rollout_id=attempt.rollout_id, attempt=attempt.attempt, reason=reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from gateway.proxy.context import AttemptKey
+from spangrad.http.announcements import AttemptKey
 from spangrad.http.server import json_response
 
 

@@ -19,10 +19,10 @@ from gateway.dialects.base import Fields
 from gateway.pool.policy import PoolFullError
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
-from gateway.proxy.context import AttemptKey
 from gateway.proxy.headers import forwarded, forwarded_query, returned
 from gateway.proxy.http import error_response
 from spangrad.errors import JSON_ERRORS
+from spangrad.http.announcements import AttemptKey
 from spangrad.http.server import json_response
 
 REFUSED = {

@@ -19,7 +19,7 @@ from gateway.proxy.context import CallContext
 from gateway.proxy.modality import modality
 from gateway.proxy.redaction import Redactor
 from spangrad import semconv
-from spangrad.encoding.otlp import SpanIds, SpanKind, Value, span
+from spangrad.encoding.otlp import SpanKind, Value, span
 from spangrad.sampling import is_constrained
 
 PROVIDER = "vllm"
@@ -87,10 +87,8 @@ def bare_span(facts: CallFacts, process_id: str, ended_ns: int, fault: Exception
 
 
 def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attributes: Mapping[str, Value]) -> bytes:
-    context = facts.context
-    ids = SpanIds(context.span.trace_id, context.span.span_id, context.parent.span_id if context.parent else b"")
     error = None if facts.error_type is None else message[:MESSAGE_CHARACTERS]
-    return span(ids, name, SpanKind.SERVER, (facts.started_ns, ended_ns), attributes, error=error)
+    return span(facts.context.ids, name, SpanKind.SERVER, (facts.started_ns, ended_ns), attributes, error=error)
 
 
 def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
@@ -103,7 +101,7 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
         semconv.BACKEND_NAME: facts.backend,
         semconv.RUN_ID: context.run_id,
         semconv.ROLLOUT_ID: context.attempt.rollout_id if context.attempt else None,
-        semconv.ROLLOUT_ATTEMPT: context.attempt.number if context.attempt else None,
+        semconv.ROLLOUT_ATTEMPT: context.attempt.attempt if context.attempt else None,
         semconv.ROLLOUT_MODE: context.mode,
         semconv.PROCESS_ID: process_id,
         semconv.SEQ: facts.seq,

@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.running_attempts import Key
+from spangrad.http.announcements import ClosedAttempt, ClosingRequest
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RequestError, gateway_service
 from spangrad.settings import Settings
@@ -68,19 +69,13 @@ class StoppedAttempts:
         self._notifier.close()
 
 
-class _ClosedAttempt(msgspec.Struct, frozen=True):
-    rollout_id: str
-    attempt: int
-    reason: str
-
-
 class GatewayOrders:
     """Orders to the gateway to end attempts: their calls in flight are cut, and later ones refused."""
 
     def __init__(self, url: str, token: SecretStr | None) -> None:
         """Store the arguments; the first order connects."""
         self._client = AsyncClient(gateway_service(url, token), seconds=_ORDER_SECONDS)
-        self._waiting: deque[_ClosedAttempt] = deque(maxlen=CLOSINGS_KEPT)
+        self._waiting: deque[ClosedAttempt] = deque(maxlen=CLOSINGS_KEPT)
         self._arrived = asyncio.Event()
         self._away = False
 
@@ -91,7 +86,7 @@ class GatewayOrders:
 
     def close_attempts(self, keys: Sequence[Key], reason: AttemptFailure) -> None:
         """Add an order; `run` sends it."""
-        self._waiting.extend(_ClosedAttempt(rollout, attempt, reason.value) for rollout, attempt in keys)
+        self._waiting.extend(ClosedAttempt(rollout_id=rollout, attempt=attempt, reason=reason.value) for rollout, attempt in keys)
         self._arrived.set()
 
     async def run(self) -> None:
@@ -105,10 +100,10 @@ class GatewayOrders:
         finally:
             await self._client.close()
 
-    async def _send(self, closed: Sequence[_ClosedAttempt]) -> None:
+    async def _send(self, closed: Sequence[ClosedAttempt]) -> None:
         """Send one order; one that the gateway refuses is dropped, and one that it does not answer waits."""
         try:
-            await self._client.send("POST", "/attempts/close", msgspec.json.encode({"attempts": closed}))
+            await self._client.send("POST", "/attempts/close", msgspec.json.encode(ClosingRequest(attempts=closed)))
         except RequestError as failure:
             if not self._away:
                 error = self._client.service.error_for(failure, "POST", "/attempts/close")

@@ -194,7 +194,7 @@ class RootSpans:
 def carrier(span: RootSpan) -> dict[str, str]:
     """Return `traceparent` and `baggage` of an attempt."""
     carried = {name: str(value) for name, value in _identity(span.rollout).items()}
-    return {"traceparent": f"00-{span.ids.trace.hex()}-{span.ids.span.hex()}-01", **carrier_of(with_baggage(Context(), carried))}
+    return {"traceparent": span.ids.traceparent, **carrier_of(with_baggage(Context(), carried))}
 
 
 def _span_id(key: str) -> bytes:

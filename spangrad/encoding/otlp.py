@@ -49,6 +49,11 @@ class SpanIds:
     parent: bytes = b""
     """Empty: it has none."""
 
+    @property
+    def traceparent(self) -> str:
+        """Return the span as a W3C `traceparent`, sampled."""
+        return f"00-{self.trace.hex()}-{self.span.hex()}-01"
+
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:

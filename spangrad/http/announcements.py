@@ -1,4 +1,4 @@
-"""Announcements to the gateway: of an attempt, with the limits and the sampling of its calls, and of the start of each of its stages.
+"""Messages to the gateway about attempts: their announcement, with the limits and the sampling of their calls, stages, counts, and ends.
 
 In: what a request, settings and the runner ask for. Out: frozen messages that queue, runner and gateway share. Invariant: a value without a
 meaning is refused, and so is an unknown field.
@@ -6,6 +6,7 @@ meaning is refused, and so is an unknown field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -20,6 +21,25 @@ _Count = Annotated[int, Meta(ge=1, lt=2**53)]
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base class of the messages."""
+
+
+class AttemptKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An attempt of a rollout, as the gateway counts it."""
+
+    rollout_id: RolloutName
+    attempt: AttemptNumber
+
+
+class AttemptMessage(Message, frozen=True):
+    """Base class of the messages about one attempt."""
+
+    rollout_id: RolloutName
+    attempt: AttemptNumber
+
+    @property
+    def key(self) -> AttemptKey:
+        """Return the attempt."""
+        return AttemptKey(self.rollout_id, self.attempt)
 
 
 class CallLimits(Message, frozen=True):
@@ -55,11 +75,9 @@ OWN_SAMPLING = SamplingParameters()
 """Sampling parameters that are all the agent's."""
 
 
-class AnnouncedAttempt(Message, frozen=True):
+class AnnouncedAttempt(AttemptMessage, frozen=True):
     """An attempt that is about to begin."""
 
-    rollout_id: RolloutName
-    attempt: AttemptNumber
     run_id: str
     mode: str
     traceparent: str | None = None
@@ -74,11 +92,9 @@ class AnnouncementRequest(Message, frozen=True):
     attempts: list[AnnouncedAttempt]
 
 
-class StartedStage(Message, frozen=True):
+class StartedStage(AttemptMessage, frozen=True):
     """A stage of an attempt that is about to begin; it takes the place of the stage before."""
 
-    rollout_id: RolloutName
-    attempt: AttemptNumber
     stage: Stage
     seconds: Annotated[float, Meta(gt=0)]
     """Time limit of the stage, in seconds."""
@@ -88,3 +104,47 @@ class StageRequest(Message, frozen=True):
     """Body of POST /attempts/stages of the gateway."""
 
     attempts: list[StartedStage]
+
+
+class CountRequest(Message, frozen=True):
+    """Body of POST /attempts/calls of the gateway."""
+
+    attempts: list[AttemptKey]
+    wait: bool = True
+    """True if the response waits for calls in flight, for some seconds at most."""
+
+
+class CountedAttempt(msgspec.Struct, frozen=True):
+    """Number of policy calls of an attempt."""
+
+    calls: int | None
+    """Number of accepted calls. None: the attempt was not announced to this process."""
+    overflowed: bool
+    """True if the last call that ended was refused because its prompt was longer than the model's context."""
+    in_flight: int
+    """Number of those calls that have not ended."""
+    closed: str
+    """Reason for which the attempt was closed, such as `token_budget`, or calls of its last stage were refused; empty: neither."""
+
+
+class CountedAttempts(msgspec.Struct, frozen=True):
+    """Numbers of policy calls, in the order of the request."""
+
+    attempts: list[CountedAttempt]
+
+
+class ClosedAttempt(AttemptMessage, frozen=True):
+    """An attempt that has ended, whatever its agent still does."""
+
+    reason: str
+    """Reason of the end, such as `cancelled`."""
+
+    def message(self) -> str:
+        """Return the sentence that the attempt's calls are answered with."""
+        return f"attempt {self.attempt} of rollout {self.rollout_id} has ended ({self.reason}). No more of its calls are answered."
+
+
+class ClosingRequest(Message, frozen=True):
+    """Body of POST /attempts/close of the gateway: attempts end, whatever their agents still do."""
+
+    attempts: Sequence[ClosedAttempt]

@@ -34,10 +34,10 @@ from gateway.pool.admin_pool import (
     ServerRequest,
     SleepRequest,
 )
-from gateway.proxy.admin import Admin, ClosingRequest, CountedAttempts, CountRequest
+from gateway.proxy.admin import Admin
 from gateway.proxy.auth import STATE_PATH
 from gateway.weights.release import Publication, PublicationRequest
-from spangrad.http.announcements import AnnouncementRequest, StageRequest
+from spangrad.http.announcements import AnnouncementRequest, ClosingRequest, CountedAttempts, CountRequest, StageRequest
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import ASKED, staged
 from tests.support.processes import fetch

@@ -13,8 +13,8 @@ import pytest
 
 from gateway.dialects import DIALECTS
 from gateway.followers.controller import Followers
-from gateway.proxy.context import AttemptKey
-from gateway.proxy.counts import ClosedAttempt, Counts
+from gateway.proxy.counts import Counts
+from spangrad.http.announcements import AttemptKey, ClosedAttempt
 from tests.support.gateways import Stage, ask, following, staged
 
 FIRST, SECOND = "/rollout/r/attempt/0", "/rollout/r/attempt/1"
@@ -116,8 +116,8 @@ async def test_close_attempt_unreadable_order_is_refused(stage: Stage) -> None:
 
 async def test_limit_closed_attempt_keeps_its_first_reason() -> None:
     counts = Counts()
-    counts.close(ClosedAttempt("r", 0, "cancelled"))
-    counts.close(ClosedAttempt("r", 0, "lost"))
+    for reason in ("cancelled", "lost"):
+        counts.close(ClosedAttempt(rollout_id="r", attempt=0, reason=reason))
     closed = counts.closed(AttemptKey("r", 0))
     assert closed is not None
     assert closed.reason == "cancelled"

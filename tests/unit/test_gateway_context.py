@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from gateway.proxy import counts
-from gateway.proxy.context import NOTHING_ANNOUNCED, Announcement, AttemptKey, SpanContext, attempt_of, parse_baggage, parse_traceparent
+from gateway.proxy.context import NOTHING_ANNOUNCED, attempt_of, parse_baggage, parse_traceparent
 from spangrad import semconv
+from spangrad.encoding.otlp import SpanIds
+from spangrad.http.announcements import AnnouncedAttempt, AttemptKey
 from spangrad.sampling import is_constrained
 
 
@@ -28,7 +30,7 @@ from spangrad.sampling import is_constrained
 )
 def test_parse_traceparent_valid_or_none(header: str | None, ids: tuple[str, str] | None) -> None:
     context = parse_traceparent(header)
-    assert context == (SpanContext(*map(bytes.fromhex, ids)) if ids else None)
+    assert context == (SpanIds(*map(bytes.fromhex, ids)) if ids else None)
 
 
 @pytest.mark.parametrize(
@@ -81,21 +83,21 @@ def test_is_constrained_by_request_fields(request_: dict[str, Any], constrained:
 async def test_counts_forget_least_recent_attempts_without_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "ATTEMPTS_KEPT", 2)
     tally = counts.Counts()
-    tally.announce(AttemptKey("busy", 0), Announcement("run"))
-    tally.begin(AttemptKey("busy", 0))
-    tally.announce(AttemptKey("old", 0), Announcement("run"))
-    tally.announce(AttemptKey("new", 0), Announcement("run"))
-    assert [tally.calls(AttemptKey(name, 0)) for name in ("busy", "old", "new")] == [1, None, 0]
+    for name in ("busy", "old", "new"):
+        tally.announce(AnnouncedAttempt(rollout_id=name, attempt=0, run_id="run", mode="train"))
+        if name == "busy":
+            tally.begin(AttemptKey("busy", 0))
+    assert [tally.counted(AttemptKey(name, 0)).calls for name in ("busy", "old", "new")] == [1, None, 0]
     assert tally.announced(AttemptKey("old", 0)) == NOTHING_ANNOUNCED
     tally.end(AttemptKey("busy", 0))
-    assert tally.calls(AttemptKey("busy", 0)) == 1
+    assert tally.counted(AttemptKey("busy", 0)).calls == 1
 
 
 async def test_counts_of_attempt_not_announced_are_none() -> None:
     tally = counts.Counts()
     tally.begin(AttemptKey("before a restart", 0))
     tally.end(AttemptKey("before a restart", 0))
-    assert tally.calls(AttemptKey("before a restart", 0)) is None
+    assert tally.counted(AttemptKey("before a restart", 0)).calls is None
 
 
 def test_attempt_of_number_out_of_range_is_0() -> None:

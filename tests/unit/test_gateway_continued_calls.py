@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from gateway.dialects import DIALECTS
 from gateway.dialects.answer import Choice, EngineAnswer, EngineFacts
-from gateway.proxy.context import AttemptKey, CallContext, SpanContext
+from gateway.proxy.context import CallContext
 from gateway.proxy.continued_calls import ContinuedCalls
 from gateway.recorder.record import CallFacts
 from gateway.vllm_plugin.continuation import REQUEST_FIELD, Continued, Rendered
 from gateway.vllm_plugin.request_fields import CHAT_PATH
+from spangrad.encoding.otlp import SpanIds
+from spangrad.http.announcements import AttemptKey
 from spangrad.semconv import CONTINUES_HEADER
 
 ATTEMPT = AttemptKey("rollout", 0)
@@ -22,7 +22,7 @@ RENDERED = Rendered(2, "d", 1, "e")
 def call(response_id: str, *, rendered: bool = True, choices: int = 1) -> CallFacts:
     engine = EngineFacts("policy", "hash", rendered=(2, "d", 1, "e") if rendered else None)
     answer = EngineAnswer(id=response_id, prompts=[[1, 2]], choices={at: Choice([3 + at]) for at in range(choices)}, engine=engine)
-    context = CallContext(ATTEMPT, None, None, None, SpanContext(bytes(16), bytes(8)))
+    context = CallContext(ATTEMPT, None, None, SpanIds(bytes(16), bytes(8)))
     return CallFacts(context, DIALECTS[CHAT_PATH].parse(b"{}"), 0, 0, answer=answer)
 
 
@@ -42,7 +42,7 @@ def test_call_of_another_attempt_or_unknown_or_without_one_choice_is_rendered_an
     continued_calls.keep(call("first"))
     continued_calls.keep(call("plain", rendered=False))
     continued_calls.keep(call("two", choices=2))
-    others = [("first", replace(ATTEMPT, number=1)), ("first", None), ("new", ATTEMPT), ("plain", ATTEMPT), ("two", ATTEMPT)]
+    others = [("first", AttemptKey("rollout", 1)), ("first", None), ("new", ATTEMPT), ("plain", ATTEMPT), ("two", ATTEMPT)]
     assert [continued(continued_calls, *other).ids for other in others] == [[]] * len(others)
 
 

@@ -15,8 +15,8 @@ from gateway.pool.backend import Backend
 from gateway.pool.policy import AFFINITY_CALLS, Canary, Policy, PoolFullError
 from gateway.pool.queueing import FairQueue
 from gateway.pool.upstream import BackendDownError, BackendStatus, FrozenUpstream, Upstream
-from gateway.proxy.context import AttemptKey
 from gateway.weights.publication import WeightsRelease
+from spangrad.http.announcements import AttemptKey
 from spangrad.settings import BackendSettings
 
 A, B, C = (AttemptKey(name, 0) for name in "abc")
