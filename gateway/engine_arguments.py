@@ -1,7 +1,7 @@
 """Arguments of vLLM that divide one engine so that the gateway's orders do not reach all of it.
 
 In: engine.extra_args, and the configuration file that they may name. Out: the first argument that does. Invariant: arguments are read as
-vLLM reads them: with `=` or without, `_` for `-`, abbreviated, or from YAML.
+vLLM reads them, also those from YAML.
 
 An order reaches one API server, whose client gives it to all engine cores that it knows, and the servers share their state. Tensor,
 pipeline and data parallelism and several API servers are therefore one engine. Not so where each server knows some of the ranks only
@@ -15,16 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spangrad.errors import EngineError
+from spangrad.probing.vllm_arguments import vllm_arguments
 from spangrad.settings import EngineSettings
 
-_SHORT = {
-    "-asc": "--api-server-count",
-    "-dpn": "--data-parallel-rank",
-    "-dpr": "--data-parallel-start-rank",
-    "-dph": "--data-parallel-hybrid-lb",
-    "-dpe": "--data-parallel-external-lb",
-    "-dpm": "--data-parallel-multi-port-external-lb",
-}
 _API_SERVERS = "--api-server-count"
 _SOME_RANKS = (
     "--data-parallel-rank",
@@ -34,16 +27,6 @@ _SOME_RANKS = (
     "--data-parallel-multi-port-external-lb",
 )
 """Options with which an API server knows some of the data-parallel ranks only."""
-_LEAST_ABBREVIATIONS = (
-    "--api-s",
-    "--headl",
-    "--data-parallel-ran",
-    "--data-parallel-st",
-    "--data-parallel-h",
-    "--data-parallel-e",
-    "--data-parallel-m",
-)
-"""Shortest words that vLLM reads as one option that is refused here."""
 _YAML_LINE = re.compile(r"""^["']?([A-Za-z][\w-]*)["']?\s*:\s*["']?([^"'#\s]*)""", re.MULTILINE)
 
 
@@ -83,26 +66,10 @@ def _refusal(option: str, value: str, engine: EngineSettings) -> str:
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
     """Yield options in their long form, their values (empty: none follows), and the place where each is set."""
-    for at, word in enumerate(words):
-        if not word.startswith("-"):
-            continue
-        name, equals, value = word.partition("=")
-        option = _long(name)
-        following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("-") else ""
-        yield option, value if equals else following, "engine.extra_args"
-        if option == "--config":
-            yield from _in_file(Path(value if equals else following))
-
-
-def _long(name: str) -> str:
-    """Return the option that vLLM reads a word as, if it is one that matters here."""
-    option = _SHORT.get(name, name).replace("_", "-")
-    if option.startswith(_LEAST_ABBREVIATIONS):
-        return next((full for full in (_API_SERVERS, "--headless", *_SOME_RANKS) if full.startswith(option)), option)
-    return option
-
-
-def _in_file(path: Path) -> Iterator[tuple[str, str, str]]:
-    if path.is_file():  # vLLM says what is wrong with one that is not
-        for name, value in _YAML_LINE.findall(path.read_text(errors="replace")):
-            yield _long("--" + name), value, f"{path}, which engine.extra_args names,"
+    arguments = vllm_arguments(words)
+    yield from ((option, value, "engine.extra_args") for option, value in arguments.items())
+    file = Path(arguments.get("--config", ""))
+    if file.is_file():  # vLLM says what is wrong with a file that is not there
+        lines = _YAML_LINE.findall(file.read_text(errors="replace"))
+        in_file = vllm_arguments([f"--{name}={value}" for name, value in lines])
+        yield from ((option, value, f"{file}, which engine.extra_args names,") for option, value in in_file.items())

@@ -1,6 +1,6 @@
 """Division of an engine among workers, by vLLM's arguments.
 
-In: engine.extra_args. Out: `ParallelSizes`. Invariant: arguments are read as vLLM reads them: with `=` or without, `_` for `-`, short.
+In: engine.extra_args. Out: `ParallelSizes`. Invariant: arguments are read as vLLM reads them.
 """
 
 from __future__ import annotations
@@ -8,14 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_OPTIONS = {
-    "--tensor-parallel-size": "tensor",
-    "-tp": "tensor",
-    "--pipeline-parallel-size": "pipeline",
-    "-pp": "pipeline",
-    "--data-parallel-size": "data",
-    "-dp": "data",
-}
+from spangrad.probing.vllm_arguments import vllm_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +47,6 @@ class ParallelSizes:
 
 def parallel_sizes(extra_args: Sequence[str]) -> ParallelSizes:
     """Return the sizes that arguments of vLLM set."""
-    sizes: dict[str, int] = {}
-    for at, word in enumerate(extra_args):
-        option, equals, value = word.partition("=")
-        name = _OPTIONS.get(option.replace("_", "-"))
-        value = value if equals else "".join(extra_args[at + 1 : at + 2])
-        if name and value.isdigit():
-            sizes[name] = max(int(value), 1)
-    return ParallelSizes(**sizes)
+    values = vllm_arguments(extra_args)
+    given = {name: values.get(f"--{name}-parallel-size", "") for name in ("tensor", "pipeline", "data")}
+    return ParallelSizes(**{name: max(int(value), 1) for name, value in given.items() if value.isdigit()})

@@ -84,6 +84,8 @@ def test_placement_spreads_workers() -> None:
         (["--tensor-parallel-size", "4"], 4),
         (["-tp", "2", "--pipeline_parallel_size=2", "--data-parallel-size", "2", "--max-num-seqs", "9"], 8),
         (["--tensor-parallel-size"], 1),
+        (["--tensor-par=2", "--seed", "-1", "-O3", "-dpn", "0", "-tp", "4", "--data-parallel-size-local", "2"], 4),
+        (["--tensor-parallel-size", "2", "--data-parallel-"], 1),
     ],
 )
 def test_parallel_sizes_multiply_to_workers(words: list[str], workers: int) -> None:

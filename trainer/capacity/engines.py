@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from spangrad.probing.parallel import ParallelSizes, parallel_sizes
+from spangrad.probing.vllm_arguments import vllm_arguments
 from spangrad.settings import EngineSettings
 from trainer.capacity.architecture import Architecture
 from trainer.capacity.memory import MemoryItem
@@ -75,11 +76,9 @@ def engine_width(engine: EngineSettings) -> int:
 
 def utilisation(engine: EngineSettings) -> float:
     """Return the share of the GPU's memory that the engine may take (--gpu-memory-utilization in engine.extra_args)."""
-    words = [part for word in engine.extra_args for part in word.replace("_", "-").split("=", 1)]
-    name = "--gpu-memory-utilization"
     try:
-        return float(words[words.index(name) + 1])
-    except (ValueError, IndexError):
+        return float(vllm_arguments(engine.extra_args).get("--gpu-memory-utilization", _UTILISATION))
+    except ValueError:
         return _UTILISATION
 
 
