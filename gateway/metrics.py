@@ -15,25 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.pool.backend import Backend
+from gateway.pool.upstream import Upstream
+
 FIRST_BYTE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WHOLE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 PUBLICATION_SECONDS = (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PREFIX = "spangrad_gateway_"
 _BACKEND = ["backend", "policy"]
-
-
-@dataclass(frozen=True, slots=True)
-class BackendSample:
-    """A backend at the time of a scrape."""
-
-    name: str
-    policy: str
-    status: str
-    version: int | None
-    """None: not known, or it has none."""
-    in_flight: int
-    busy_seconds: float
-    """Seconds in which it had a call in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +45,7 @@ class GatewayMetrics(Collector):
     def __init__(self) -> None:
         self.in_flight = 0
         # Asked at each scrape.
-        self.backends: Callable[[], Iterable[BackendSample]] = tuple
+        self.backends: Callable[[], Iterable[Upstream]] = tuple
         self.spans: Callable[[], SpanState] = SpanState
         self.calls_waiting: Callable[[], int] = int
         self.followers: Callable[[], int] = int
@@ -157,18 +146,18 @@ class GatewayMetrics(Collector):
         return Histogram(_PREFIX + name, help_text, labels, registry=self._events, buckets=buckets)
 
     def _of_backends(self) -> Iterator[Metric]:
-        states = list(self.backends())
+        backends = list(self.backends())
         by_status = GaugeMetricFamily(_PREFIX + "backends", "Backends, by status.", labels=["policy", "status"])
-        for (policy, status), count in collections.Counter((state.policy, state.status) for state in states).items():
+        for (policy, status), count in collections.Counter((backend.policy, backend.status) for backend in backends).items():
             by_status.add_metric((policy, status), count)
         in_flight = GaugeMetricFamily(_PREFIX + "backend_in_flight", "Calls that a backend is answering.", labels=_BACKEND)
         busy = CounterMetricFamily(_PREFIX + "backend_busy_seconds", "Seconds in which a backend had a call in flight.", labels=_BACKEND)
         version = GaugeMetricFamily(_PREFIX + "backend_version", "The policy version that a backend serves.", labels=_BACKEND)
-        for state in states:
-            in_flight.add_metric((state.name, state.policy), state.in_flight)
-            busy.add_metric((state.name, state.policy), state.busy_seconds)
-            if state.version is not None:
-                version.add_metric((state.name, state.policy), state.version)
+        for backend in backends:
+            in_flight.add_metric((backend.name, backend.policy), backend.in_flight)
+            busy.add_metric((backend.name, backend.policy), backend.busy_seconds)
+            if isinstance(backend, Backend) and backend.info:
+                version.add_metric((backend.name, backend.policy), backend.info.version)
         yield from (by_status, in_flight, busy, version)
 
 

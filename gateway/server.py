@@ -21,17 +21,15 @@ from gateway.dialects import DIALECTS
 from gateway.followers.controller import Followers
 from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.follower import Follower
-from gateway.metrics import BackendSample, GatewayMetrics, SpanState
+from gateway.metrics import GatewayMetrics, SpanState
 from gateway.pool.admin_pool import PoolAdmin
-from gateway.pool.backend import Backend
 from gateway.pool.pool import BackendPool
-from gateway.pool.upstream import Upstream
 from gateway.proxy.admin import Admin
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from gateway.proxy.calls import Calls
 from gateway.proxy.counts import Counts
 from gateway.proxy.http import error_response
-from gateway.proxy.redaction import Redactor, read_rules
+from gateway.proxy.redaction import Redactor
 from gateway.proxy.retokenize import load
 from gateway.recorder.exporter import SpanExporter
 from spangrad.errors import GatewayError
@@ -62,15 +60,14 @@ def serve(settings: Settings) -> None:
         SpangradError: the address may not be bound, or is in use; the clients' tokens or the certificate cannot be used.
         GatewayError: another gateway owns `gateway.spill_path`, or spans could not be written to it before the end.
     """
-    require_safe(settings.gateway)
-    require_free_port(settings.gateway.host, settings.gateway.port, "gateway.port")
+    gateway = settings.gateway
+    require_safe(gateway)
+    require_free_port(gateway.host, gateway.port, "gateway.port")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     http_server.serve(
         lambda: running(settings),
-        lambda _: log.info(
-            "gateway ready: %s, policy %r, engine %s", settings.gateway.url, settings.gateway.policy, settings.gateway.engine_url
-        ),
+        lambda _: log.info("gateway ready: %s, policy %r, engine %s", gateway.url, gateway.policy, gateway.engine_url),
         lambda gateway: gateway.tasks,
     )
 
@@ -94,7 +91,7 @@ async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
         GatewayError: another gateway owns `gateway.spill_path`; at the end, when spans are lost.
     """
     tls = tls_context(settings.gateway)
-    redactor = read_rules(settings.gateway)
+    redactor = Redactor(settings.gateway) if settings.gateway.redact or settings.gateway.redact_paths else None
     retokenizer = load(settings.gateway.retokenize) if settings.gateway.retokenize else None
     process_id = str(uuid.uuid4())
     async with aiohttp.ClientSession(
@@ -111,7 +108,7 @@ async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
         exporter = SpanExporter(settings, session, process_id, retokenizer)
         watcher = asyncio.create_task(follower.run() if follower else pool.run(), name="engine watchers")
         metrics = GatewayMetrics()
-        metrics.backends = lambda: map(_state, pool.backends)
+        metrics.backends = lambda: pool.backends
         metrics.calls_waiting = lambda: pool.waiting
         metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
         app = application(settings, session, pool, exporter, process_id, access, metrics, redactor, follower)
@@ -161,11 +158,6 @@ def application(
     app.add_routes([metrics_route(metrics), *calls.routes()])
     app.router.add_route("*", "/{rest:(?s:.*)}", _unknown)
     return app
-
-
-def _state(backend: Upstream) -> BackendSample:
-    version = backend.info.version if isinstance(backend, Backend) and backend.info else None
-    return BackendSample(backend.name, backend.policy, backend.status, version, backend.in_flight, backend.busy_seconds)
 
 
 async def _unknown(request: web.Request) -> web.Response:

@@ -18,31 +18,33 @@ _UNLIMITED = (None, -1)
 def is_constrained(request: Mapping[str, Any]) -> bool:
     """Return whether a request masks or forces tokens: a grammar, a forced tool, banned tokens, a thinking budget."""
     # Fields of chat and completions, of responses, and of messages.
-    forms = (request.get("response_format"), _dict(request.get("text")).get("format"), _dict(request.get("output_config")).get("format"))
+    inner = (as_object(request.get(name)).get("format") for name in ("text", "output_config"))
+    forms = (request.get("response_format"), *inner)
     choice = request.get("tool_choice")
     if isinstance(choice, dict):
-        choice = _dict(cast("object", choice)).get("type", "function")
+        choice = as_object(cast("object", choice)).get("type", "function")
     return (
-        any(_dict(form).get("type", "text") != "text" for form in forms)
+        any(as_object(form).get("type", "text") != "text" for form in forms)
         or (isinstance(choice, str) and choice not in ("auto", "none"))
-        or (choice != "none" and any(_is_strict(tool) for tool in _list(request.get("tools"))))
+        or (choice != "none" and any(_is_strict(tool) for tool in as_list(request.get("tools"))))
         or any(request.get(name) for name in CONSTRAINTS)
         or any(name.startswith("guided_") and value for name, value in request.items())
         # The tokens that end the thinking are not sampled. Messages name a budget so, which vLLM obeys.
         or request.get("thinking_token_budget") not in _UNLIMITED
-        or _dict(request.get("thinking")).get("type") == "enabled"
+        or as_object(request.get("thinking")).get("type") == "enabled"
     )
 
 
 def _is_strict(tool: object) -> bool:
     """Return whether the engine holds a tool's arguments to their schema."""
-    return bool(_dict(tool).get("strict") or _dict(_dict(tool).get("function")).get("strict"))
+    return bool(as_object(tool).get("strict") or as_object(as_object(tool).get("function")).get("strict"))
 
 
-def _list(value: object) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """Return a list of the request, or an empty one where the field is no list (vLLM refuses such a request)."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
-def _dict(value: object) -> dict[str, Any]:
+def as_object(value: object) -> dict[str, Any]:
+    """Return an object of the request, or an empty one where the field is no object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

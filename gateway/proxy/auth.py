@@ -1,15 +1,14 @@
 """Authentication and authorization of requests to the gateway, and its TLS.
 
 In: requests as they come, settings `gateway.token`, `gateway.clients` and `gateway.tls_*`. Out: the same requests, their bodies read
-(`RequestLimits`), or refusals in OpenAI's form. Invariant: a route that is not classified requires full access.
+(`read_body`), or refusals in OpenAI's form. Invariant: a route that is not classified requires full access.
 """
 
 from __future__ import annotations
 
 import hashlib
 import ssl
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -18,7 +17,7 @@ from aiohttp.typedefs import Handler
 
 from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, url_attempt
-from gateway.proxy.limits import RequestLimits
+from gateway.proxy.limits import read_body
 from spangrad.errors import JSON_ERRORS, GatewayError, SettingsError
 from spangrad.http.tokens import credential
 from spangrad.processes import require_safe_bind
@@ -35,19 +34,8 @@ _ASKS_FOR_TOKEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The client that sends a request, and its permissions."""
-
-    name: str
-    rollouts: str = _ANY_ROLLOUT
-    """Pattern of rollouts that its calls may name."""
-    policies: frozenset[str] | None = None
-    """None: every policy."""
-    may_admin: bool = False
-
-
-FULL_ACCESS = Caller("gateway.token", may_admin=True)
+FULL_ACCESS = ClientSettings.model_construct(name="gateway.token", may_admin=True)
+"""Permissions of `gateway.token`, and of everyone where the settings name no token."""
 
 
 class _Asked(msgspec.Struct):
@@ -69,7 +57,7 @@ class AccessControl:
         """
         self._callers = _callers(settings)
         self._policy_of = policy_of
-        self._limits = RequestLimits(settings)
+        self._settings = settings
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -83,12 +71,12 @@ class AccessControl:
             return error_response(401, _ASKS_FOR_TOKEN, "authentication_error")
         calls = path.startswith(_CALLS)
         refusal = _refuse_call(caller, request) if calls else _refuse_admin(caller, path)
-        refusal = refusal or await self._limits.read(request)
+        refusal = refusal or await read_body(request, self._settings)
         if refusal is None and calls and caller.policies is not None:
-            refusal = await self._refuse_policy(caller, caller.policies, request)
+            refusal = await self._refuse_policy(caller.name, caller.policies, request)
         return refusal or await handler(request)
 
-    def _caller(self, headers: Mapping[str, str]) -> Caller | None:
+    def _caller(self, headers: Mapping[str, str]) -> ClientSettings | None:
         """Return the caller whose token a request bears; full access where the settings name no token. None: an unknown token, or none."""
         if not self._callers:
             return FULL_ACCESS
@@ -96,7 +84,7 @@ class AccessControl:
         # By their hashes, so that the time of a look-up reveals nothing of a token.
         return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
 
-    async def _refuse_policy(self, caller: Caller, policies: frozenset[str], request: web.Request) -> web.Response | None:
+    async def _refuse_policy(self, client: str, policies: Sequence[str], request: web.Request) -> web.Response | None:
         body = await request.read()
         names_no_model = not body and request.method in {"GET", "HEAD"}
         if names_no_model and request.match_info.get("rest") == "models":
@@ -104,11 +92,11 @@ class AccessControl:
         try:
             model = None if names_no_model else msgspec.json.decode(body, type=_Asked).model
         except JSON_ERRORS:
-            return _forbidden(f"client {caller.name!r} must name its policy as `model` in a JSON object.")
+            return _forbidden(f"client {client!r} must name its policy as `model` in a JSON object.")
         policy = self._policy_of(model)
         if policy in policies:
             return None
-        return _forbidden(f"client {caller.name!r} may not call policy {policy!r}: gateway.clients allows it {sorted(policies)}.")
+        return _forbidden(f"client {client!r} may not call policy {policy!r}: gateway.clients allows it {sorted(policies)}.")
 
 
 def require_safe(settings: GatewaySettings) -> None:
@@ -150,7 +138,7 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
     return context
 
 
-def _callers(settings: GatewaySettings) -> dict[bytes, Caller]:
+def _callers(settings: GatewaySettings) -> dict[bytes, ClientSettings]:
     """Return the callers by the hash of their token."""
     callers = {_digest(settings.token.get_secret_value()): FULL_ACCESS} if settings.token else {}
     names: set[str] = set()
@@ -161,25 +149,19 @@ def _callers(settings: GatewaySettings) -> dict[bytes, Caller]:
         if client.name in names:
             raise SettingsError(f"gateway.clients names {client.name!r} twice. Give each client a name of its own.")
         names.add(client.name)
-        callers[digest] = _caller_of(client)
+        callers[digest] = client
     return callers
-
-
-def _caller_of(client: ClientSettings) -> Caller:
-    policies = None if client.policies is None else frozenset(client.policies)
-    return Caller(client.name, client.rollouts, policies, client.may_admin)
 
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
-def _refuse_call(caller: Caller, request: web.Request) -> web.Response | None:
+def _refuse_call(caller: ClientSettings, request: web.Request) -> web.Response | None:
     """Refuse a call under a rollout that is not the caller's."""
     if caller.rollouts == _ANY_ROLLOUT:
         return None
-    url = url_attempt(request) if "rollout" in request.match_info else None
-    attempt = attempt_of(url, parse_baggage(request.headers.get("baggage")))
+    attempt = attempt_of(url_attempt(request), parse_baggage(request.headers.get("baggage")))
     if attempt is None:
         return _forbidden(f"client {caller.name!r} must name a rollout like {caller.rollouts!r}, in the URL or as baggage.")
     if fnmatchcase(attempt.rollout_id, caller.rollouts):
@@ -189,7 +171,7 @@ def _refuse_call(caller: Caller, request: web.Request) -> web.Response | None:
     )
 
 
-def _refuse_admin(caller: Caller, path: str) -> web.Response | None:
+def _refuse_admin(caller: ClientSettings, path: str) -> web.Response | None:
     if path == STATE_PATH and caller is not FULL_ACCESS:
         return _forbidden(f"client {caller.name!r} may not read the backends' keys. A gateway that follows this one needs gateway.token.")
     if caller.may_admin or path == _UNKNOWN:

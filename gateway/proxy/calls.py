@@ -112,7 +112,7 @@ class Calls:
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
         """Pass on a request that is no policy call (models, embeddings and the like), unread and unrecorded."""
-        attempt = attempt_of(_url_attempt(request), parse_baggage(request.headers.get("baggage")))
+        attempt = attempt_of(url_attempt(request), parse_baggage(request.headers.get("baggage")))
         if closed := self._counts.closed(attempt):
             return error_response(410, closed.message(), ATTEMPT_CLOSED)
         try:
@@ -130,7 +130,7 @@ class Calls:
             return json_response(dialect.error(400, message, "invalid_request_error"), 400)
         await self._exporter.room()
         baggage = parse_baggage(request.headers.get("baggage"))
-        attempt = attempt_of(_url_attempt(request), baggage)
+        attempt = attempt_of(url_attempt(request), baggage)
         if closed := self._counts.begin(attempt):
             self._metrics.refused_late_call()
             return json_response(dialect.error(410, closed.message(), ATTEMPT_CLOSED), 410)
@@ -358,7 +358,3 @@ async def _to_client(writing: Awaitable[object]) -> None:
         await writing
     except ConnectionResetError as error:
         raise _ClientLeftError from error
-
-
-def _url_attempt(request: web.Request) -> AttemptKey | None:
-    return url_attempt(request) if "rollout" in request.match_info else None

@@ -8,9 +8,10 @@ from spangrad.http.announcements import AttemptKey
 from spangrad.http.server import json_response
 
 
-def url_attempt(request: web.Request) -> AttemptKey:
-    """Return the attempt that a URL names."""
-    return AttemptKey(request.match_info["rollout"], int(request.match_info["attempt"]))
+def url_attempt(request: web.Request) -> AttemptKey | None:
+    """Return the attempt that a URL names. None: it names none."""
+    names = request.match_info
+    return AttemptKey(names["rollout"], int(names["attempt"])) if "rollout" in names else None
 
 
 def error_response(status: int, message: str, kind: str = "spangrad_error") -> web.Response:

@@ -13,29 +13,19 @@ from spangrad.http.client_timeouts import TooSlowError, read_in_time
 from spangrad.settings import GatewaySettings
 
 
-class RequestLimits:
-    """Limits of the bodies of requests."""
-
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._max_bytes = settings.max_request_bytes
-        self._body_seconds = settings.body_seconds
-
-    async def read(self, request: web.Request) -> web.Response | None:
-        """Read the body; return a refusal where it is too large or too slow."""
-        if not request.can_read_body:
-            return None
-        if (request.content_length or 0) > self._max_bytes:
-            return self._too_large()
-        try:
-            await read_in_time(request, self._body_seconds)
-        except web.HTTPRequestEntityTooLarge:
-            return self._too_large()
-        except TooSlowError as error:
-            refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
-            refusal.force_close()
-            return refusal
+async def read_body(request: web.Request, settings: GatewaySettings) -> web.Response | None:
+    """Read the body of a request; return a refusal where it is too large or too slow."""
+    if not request.can_read_body:
         return None
-
-    def _too_large(self) -> web.Response:
-        sentence = f"the request's body has more than gateway.max_request_bytes = {self._max_bytes} bytes. Send a smaller one."
+    try:
+        if (request.content_length or 0) > settings.max_request_bytes:
+            raise web.HTTPRequestEntityTooLarge(settings.max_request_bytes)
+        await read_in_time(request, settings.body_seconds)
+    except web.HTTPRequestEntityTooLarge:
+        sentence = f"the request's body has more than gateway.max_request_bytes = {settings.max_request_bytes} bytes. Send a smaller one."
         return error_response(413, sentence, "request_too_large")
+    except TooSlowError as error:
+        refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
+        refusal.force_close()
+        return refusal
+    return None

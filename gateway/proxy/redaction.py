@@ -95,15 +95,6 @@ class Redactor:
         return name, message, kept
 
 
-def read_rules(settings: GatewaySettings) -> Redactor | None:
-    """Return the rules, or None where there are none.
-
-    Raises:
-        SettingsError: a rule cannot be read.
-    """
-    return Redactor(settings) if settings.redact or settings.redact_paths else None
-
-
 class _Redaction:
     """The rules applied to one span."""
 

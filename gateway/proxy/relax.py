@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gateway.dialects.base import ClientRequest
+from spangrad.sampling import as_list, as_object
 from spangrad.settings.gateway import Relaxation
 
 _Fields = Mapping[str, Any]
@@ -63,22 +64,18 @@ def _strict_tools(fields: _Fields) -> dict[str, Any]:
 
     `strict` becomes false and is not removed, since Responses clients send the field always and have it repeated in the answer.
     """
-    tools = fields.get("tools")
-    if not isinstance(tools, list):
-        return {}
-    relaxed = [_without_strict(tool) for tool in cast("list[Any]", tools)]
+    tools = as_list(fields.get("tools"))
+    relaxed = [_without_strict(tool) for tool in tools]
     return {"tools": relaxed} if relaxed != tools else {}
 
 
 def _without_strict(tool: Any) -> Any:
-    if not isinstance(tool, dict):
-        return tool
-    fields = cast("dict[str, Any]", tool)
-    function = fields.get("function")
+    fields = as_object(tool)
+    function = as_object(fields.get("function"))
     changes: dict[str, Any] = {"strict": False} if fields.get("strict") else {}
-    if isinstance(function, dict) and cast("dict[str, Any]", function).get("strict"):
-        changes["function"] = {**cast("dict[str, Any]", function), "strict": False}
-    return {**fields, **changes}
+    if function.get("strict"):
+        changes["function"] = {**function, "strict": False}
+    return {**fields, **changes} if changes else tool
 
 
 def _schemas(fields: _Fields) -> dict[str, Any]:
@@ -86,16 +83,16 @@ def _schemas(fields: _Fields) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if _is_schema(fields.get("response_format")):
         changes["response_format"] = {"type": "text"}
-    text, config = fields.get("text"), fields.get("output_config")
-    if isinstance(text, dict) and _is_schema(cast("dict[str, Any]", text).get("format")):
-        changes["text"] = {**cast("dict[str, Any]", text), "format": {"type": "text"}}
-    if isinstance(config, dict) and _is_schema(cast("dict[str, Any]", config).get("format")):
-        changes["output_config"] = {name: value for name, value in cast("dict[str, Any]", config).items() if name != "format"}
+    text, config = as_object(fields.get("text")), as_object(fields.get("output_config"))
+    if _is_schema(text.get("format")):
+        changes["text"] = {**text, "format": {"type": "text"}}
+    if _is_schema(config.get("format")):
+        changes["output_config"] = {name: value for name, value in config.items() if name != "format"}
     return changes
 
 
 def _is_schema(form: Any) -> bool:
-    return isinstance(form, dict) and cast("dict[str, Any]", form).get("type") in ("json_schema", "json_object")
+    return as_object(form).get("type") in ("json_schema", "json_object")
 
 
 def _neutral(*names: str) -> Callable[[_Fields], dict[str, Any]]:
@@ -120,15 +117,11 @@ def _reshapes(name: str, value: object) -> bool:
 def _tool_choice(fields: _Fields) -> dict[str, Any]:
     """Return the tool choice `auto` in place of `required` and of a named tool, in the form of the request's dialect."""
     choice = fields.get("tool_choice")
-    if choice == "required":
+    named = as_object(choice)
+    if choice == "required" or named.get("type") in _FORCED:
         return {"tool_choice": "auto"}
-    if isinstance(choice, dict):
-        kind = cast("dict[str, Any]", choice).get("type")
-        if kind in _FORCED:
-            return {"tool_choice": "auto"}
-        if kind in _FORCED_IN_MESSAGES:
-            others = {name: value for name, value in cast("dict[str, Any]", choice).items() if name != "name"}
-            return {"tool_choice": {**others, "type": "auto"}}
+    if named.get("type") in _FORCED_IN_MESSAGES:
+        return {"tool_choice": {**{name: value for name, value in named.items() if name != "name"}, "type": "auto"}}
     return {}
 
 

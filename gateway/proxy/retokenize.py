@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import msgspec
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from gateway.vllm_plugin.request_fields import CHAT_PATH, COMPLETIONS_PATH, MESSAGES_PATH
 from spangrad import semconv
+from spangrad.encoding import otlp
 from spangrad.errors import CheckpointError, GatewayError
 from spangrad.weights.checksums import tokenizer_hash
 
@@ -95,20 +95,21 @@ class Retokenizer:
             return serialized
         kept = [attribute for attribute in span.attributes if attribute.key not in _REPLACED]
         del span.attributes[:]
-        span.attributes.extend([*kept, *ids])
-        return span.SerializeToString()
+        span.attributes.extend(kept)
+        # Fields that are repeated may follow one another in any order.
+        return span.SerializeToString() + b"".join(otlp.message(9, otlp.attribute(key, value)) for key, value in ids.items())
 
-    def _ids(self, texts: _Texts) -> list[KeyValue]:
+    def _ids(self, texts: _Texts) -> dict[str, otlp.Value]:
         prompts = [self._tokenizer.encode(text, add_special_tokens=texts.special_tokens) for text in texts.prompts]
         answers = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts.answers]
-        return [
-            KeyValue(key=semconv.INPUT_TOKEN_IDS, value=_packed(prompts)),
-            KeyValue(key=semconv.INPUT_LENGTHS, value=_lengths(prompts)),
-            KeyValue(key=semconv.OUTPUT_TOKEN_IDS, value=_packed(answers)),
-            KeyValue(key=semconv.OUTPUT_LENGTHS, value=_lengths(answers)),
-            KeyValue(key=semconv.IDS_SOURCE, value=AnyValue(string_value=RETOKENIZED)),
-            KeyValue(key=semconv.TOKENIZER_HASH, value=AnyValue(string_value=self._name)),
-        ]
+        return {
+            semconv.INPUT_TOKEN_IDS: _packed(prompts),
+            semconv.INPUT_LENGTHS: [len(prompt) for prompt in prompts],
+            semconv.OUTPUT_TOKEN_IDS: _packed(answers),
+            semconv.OUTPUT_LENGTHS: [len(answer) for answer in answers],
+            semconv.IDS_SOURCE: RETOKENIZED,
+            semconv.TOKENIZER_HASH: self._name,
+        }
 
     def _chat(self, request: _Json, response: _Json) -> _Texts:
         return self._templated(request["messages"], [choice["message"] for choice in response["choices"]], request.get("tools"))
@@ -198,10 +199,6 @@ def _text(value: object) -> str:
     return value
 
 
-def _packed(ids: list[list[int]]) -> AnyValue:
+def _packed(ids: list[list[int]]) -> bytes:
     flat = [token for sequence in ids for token in sequence]
-    return AnyValue(bytes_value=struct.pack(f"<{len(flat)}I", *flat))
-
-
-def _lengths(ids: list[list[int]]) -> AnyValue:
-    return AnyValue(array_value=ArrayValue(values=[AnyValue(int_value=len(sequence)) for sequence in ids]))
+    return struct.pack(f"<{len(flat)}I", *flat)

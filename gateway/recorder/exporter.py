@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from gateway.recorder.spill import Spill
 from spangrad import __version__, semconv
 from spangrad.encoding import otlp
+from spangrad.http.service import bearer
 from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -79,9 +80,7 @@ class SpanExporter:
         """
         self._url = f"{settings.store.otlp_endpoint.rstrip('/')}/v1/traces"
         token = settings.store.token
-        self._headers = {"Content-Type": "application/x-protobuf"}
-        if token is not None:
-            self._headers["Authorization"] = f"Bearer {token.get_secret_value()}"
+        self._headers = {"Content-Type": "application/x-protobuf", **bearer(token.get_secret_value() if token else None)}
         self._session = session
         self._path = settings.gateway.spill_path
         self._spill = Spill(self._path)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import timeit
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import BackendSample, GatewayMetrics, SpanState
+from gateway.metrics import GatewayMetrics, SpanState
+from gateway.pool.backend import Backend, EngineInfo
+from gateway.pool.upstream import Upstream
+from spangrad.settings import BackendSettings
 from tests.support.fake_engine import ANSWER_TOKENS, PROMPT_IDS, FakeEngine
 from tests.support.gateways import Stage, staged
 
@@ -116,7 +120,12 @@ async def test_metrics_publications_are_timed_by_outcome(tmp_path: Path) -> None
 
 def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
     metrics = GatewayMetrics()
-    metrics.backends = lambda: [BackendSample("b-0", "b", "down", None, 0, 1.5), BackendSample("a-0", "a", "serving", 7, 2, 0.0)]
+    other = Upstream("b-0", BackendSettings(url="http://b", policy="b"))
+    other._busy_seconds = 1.5
+    engine = Backend("a-0", BackendSettings(url="http://a", policy="a"), mock.Mock(), 1)
+    engine.serve(EngineInfo("a", 7, "cafe", warm=True), None)
+    engine.in_flight = 2
+    metrics.backends = lambda: [other, engine]
     metrics.spans = lambda: SpanState(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)
     metrics.calls_waiting = lambda: 5
     metrics.published("a", "ok", 2.0)
