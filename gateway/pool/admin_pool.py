@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
 from gateway.metrics import GatewayMetrics
 from gateway.pool.backend import Backend, EngineTopology
 from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool, BackendRefusedError
+from gateway.pool.registry import RegisteredBackend
 from gateway.pool.sleeping import keep_policy_asleep, send_policy_to_sleep, send_to_sleep, wake_policy_up, wake_up
 from gateway.pool.upstream import BackendStatus, Upstream
 from gateway.proxy.http import error_response
@@ -26,22 +27,14 @@ from gateway.weights.publication import PublicationError
 from gateway.weights.release import OrderRequest, Publication, PublicationRequest, promote, publish, roll_back
 from spangrad.errors import JSON_ERRORS, EngineError
 from spangrad.http.server import json_response
-from spangrad.settings import BackendSettings
 
 _T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-class BackendRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A backend to register; the fields are those of `gateway.backends`."""
+class BackendRequest(RegisteredBackend, frozen=True, forbid_unknown_fields=True):
+    """A backend to register."""
 
-    url: str
-    policy: str | None = None
-    """None: the policy of `gateway.policy`."""
-    kind: Literal["engine", "openai", "anthropic"] = "engine"
-    key: str | None = None
-    limit: int | None = None
-    model: str | None = None
     renew: bool = False
     """True: an engine registers itself, and may be registered already."""
     again: bool = False
@@ -53,8 +46,8 @@ class ServerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: str
     """URL of the engine."""
-    policy: str | None = None
-    """None: the policy of `gateway.policy`."""
+    policy: str = ""
+    """Empty: the policy of `gateway.policy`."""
 
 
 class ClearRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,20 +180,13 @@ class PoolAdmin:
         policy = self._policy_named(order.policy or self._pool.default)
         backends = list(policy.backends)
         removals = [self._pool.remove(backend, now=order.now) for backend in backends]
-        await _to_completion(_all(removals))
+        await asyncio.shield(asyncio.gather(*removals))
         return json_response(ClearedBackends([backend.name for backend in backends]))
 
     def _registered(self, fields: BackendRequest) -> web.Response:
         """Register a backend, and answer with its state."""
         try:
-            settings = BackendSettings(
-                url=fields.url,
-                policy=fields.policy or self._pool.default,
-                kind=fields.kind,
-                key=SecretStr(fields.key) if fields.key is not None else None,
-                limit=fields.limit,
-                model=fields.model,
-            )
+            settings = msgspec.structs.replace(fields, policy=fields.policy or self._pool.default).settings
         except ValidationError as error:
             first = error.errors()[0]
             raise PublicationError(400, f"the backend's {'.'.join(map(str, first['loc']))} cannot be right: {first['msg']}") from None
@@ -368,10 +354,6 @@ async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
         raise PublicationError(400, f"{form}: {error}") from None
 
 
-async def _all(orders: Sequence[Coroutine[Any, Any, None]]) -> None:
-    await asyncio.gather(*orders)
-
-
 async def _to_completion(order: Coroutine[Any, Any, _T]) -> _T:
     """Carry out an order even if the client disconnects, which must not leave an engine half-way."""
-    return await asyncio.shield(asyncio.create_task(order))
+    return await asyncio.shield(order)

@@ -176,10 +176,6 @@ class Backend(Upstream):
                 return
             raise EngineError(f"{self.load} calls are still in flight at {self.url} after {self.seconds:g} s.") from None
 
-    async def fall_asleep(self, level: int) -> None:
-        """Have the engine free its memory once the calls in it have ended, also those that this gateway does not know of."""
-        await self.order(f"/sleep?level={level}&mode=wait", seconds=self.seconds)
-
     async def wake_weights(self) -> None:
         """Have the engine allocate the memory of its weights. It computes nothing before `wake_rest`."""
         await self.order("/wake_up?tags=weights", seconds=self.seconds)

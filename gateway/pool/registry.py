@@ -24,14 +24,15 @@ FILE = "backends.json"
 
 
 class RegisteredBackend(msgspec.Struct, frozen=True):
-    """Backend that was registered at run time."""
+    """Backend that was registered at run time; the fields are those of `gateway.backends`."""
 
     url: str
-    policy: str
-    kind: Literal["engine", "openai", "anthropic"]
-    key: str | None
-    limit: int | None
-    model: str | None
+    policy: str = ""
+    """Policy whose calls it answers. Empty, in a request: that of `gateway.policy`."""
+    kind: Literal["engine", "openai", "anthropic"] = "engine"
+    key: str | None = None
+    limit: int | None = None
+    model: str | None = None
 
     @classmethod
     def of(cls, settings: BackendSettings) -> RegisteredBackend:
@@ -46,7 +47,7 @@ class RegisteredBackend(msgspec.Struct, frozen=True):
             url=self.url,
             policy=self.policy,
             kind=self.kind,
-            key=SecretStr(self.key) if self.key else None,
+            key=SecretStr(self.key) if self.key is not None else None,
             limit=self.limit,
             model=self.model,
         )

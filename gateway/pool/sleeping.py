@@ -44,7 +44,8 @@ async def send_to_sleep(backend: Backend, level: int, seconds: float | None = No
             backend.set_status(BackendStatus.SERVING)
             raise
         try:
-            await backend.fall_asleep(level)
+            # Calls end first that came past the gateway.
+            await backend.order(f"/sleep?level={level}&mode=wait", seconds=backend.seconds)
         except EngineError as error:
             backend.take_down(f"it could not be sent to sleep: {error} Publish again, or restart the engine.", broken=True)
             raise EngineError(backend.reason) from error
