@@ -75,7 +75,7 @@ def settings_of(command: list[str]) -> Settings:
     assert executable == EXECUTABLE
     function, bound, ignored = app.parse_args(arguments, exit_on_error=False, print_error=False)
     assert (function.__name__, ignored) == ({"queue": "_serve", "train": "_train"}.get(arguments[0], arguments[0]), {})
-    assert bound.arguments.keys() <= {"follow", "once", "port", "agent", "evaluator", "directory", "set_"}
+    assert bound.arguments.keys() <= {"follow", "once", "port", "options", "set_"}
     return load_settings(flag_values(bound.arguments.get("set_")), env={})
 
 
