@@ -76,7 +76,6 @@ def read_skipped(settings: Settings, query: SkippedQuery) -> tuple[list[SkippedR
     """
     from page.training import SkippedRow
     from trainer.ledger.recovery import of_branch, require_ledger
-    from trainer.ledger.skips import REMEDIES
 
     with closing(require_ledger(of_branch(settings, query.policy, query.branch))) as ledger:
         skipped = ledger.skips.newest(limit=query.limit, after=query.after, since=query.since, until=query.until)
@@ -84,7 +83,7 @@ def read_skipped(settings: Settings, query: SkippedQuery) -> tuple[list[SkippedR
     rows = [
         SkippedRow(
             *(row.group.run_id, row.group.mode, row.group.build_spec, row.group.group_id, row.reason.value, row.detail),
-            remedy=REMEDIES.get(row.reason, ""),
+            remedy=row.reason.remedy,
             newest_version=row.version,
             skipped_us=row.place[1],
         )

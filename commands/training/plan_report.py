@@ -27,21 +27,21 @@ def show(plan: CapacityPlan, layouts: Sequence[CapacityPlan]) -> None:
         layouts: the best plan of each layout.
     """
     from commands.console import plain_console, print_table
+    from spangrad.probing.proposals import size_text
     from trainer.capacity import memory
-    from trainer.capacity.search import size
 
     console = plain_console(highlight=False)
     for line in _head(plan):
         console.print(line, soft_wrap=True)
     cells: list[tuple[str, str, str]] = []
     for title, items, limit in _parts(plan):
-        room = f"of {size(limit)}" if limit else ""
-        cells.append((title, size(memory.peak_bytes(items)), room))
-        cells += [("  " + item.name, size(item.bytes), item.phase) for item in memory.at_peak(items)]
+        room = f"of {size_text(limit)}" if limit else ""
+        cells.append((title, size_text(memory.peak_bytes(items)), room))
+        cells += [("  " + item.name, size_text(item.bytes), item.phase) for item in memory.at_peak(items)]
     console.print()
     print_table(("memory at its peak", "size", "phase"), cells, right=(1,))
     console.print()
-    stages = [(stage.name, f"{stage.seconds:,.1f}", size(stage.bytes_moved), stage.where) for stage in plan.stages]
+    stages = [(stage.name, f"{stage.seconds:,.1f}", size_text(stage.bytes_moved), stage.where) for stage in plan.stages]
     print_table(("stage", "seconds", "moves", "where"), stages, right=(1, 2))
     console.print()
     print_table(_LAYOUT_COLUMNS, [_layout_row(each) for each in layouts], right=(0, 1, 4, 5, 6))
@@ -71,12 +71,12 @@ _LAYOUT_COLUMNS = ("engines", "ranks", "trains", "activations", "GPU of a rank",
 
 
 def _layout_row(plan: CapacityPlan) -> tuple[str, ...]:
+    from spangrad.probing.proposals import size_text
     from trainer.capacity import memory
-    from trainer.capacity.search import size
 
     trained = f"adapters of rank {plan.lora_rank}" if plan.lora_rank else "all weights"
     kept = "recomputed" if plan.settings.trainer.gradient_checkpointing else "kept"
-    peaks = (size(memory.peak_bytes(items)) for items in (plan.trainer_gpu, plan.first_host))
+    peaks = (size_text(memory.peak_bytes(items)) for items in (plan.trainer_gpu, plan.first_host))
     fits = "; ".join(miss.split(" needs ")[0] + " does not" for miss in plan.misses) or "all"
     return f"{plan.engines} {plan.sizes.label}".rstrip(), str(plan.ranks), trained, kept, *peaks, f"{plan.step_seconds:,.0f}", fits
 
