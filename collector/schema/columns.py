@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from collector.schema.cluster import Layout
@@ -23,12 +23,13 @@ def meanings() -> dict[str, dict[str, str]]:
     return tomllib.loads(_FILE.read_text())
 
 
-def comment_columns(execute: Callable[[str], str], layout: Layout) -> None:
+def comment_columns(execute: Callable[[str], str], layout: Layout, tables: Collection[str]) -> None:
     """Write the comments that are not those of the store yet, a statement a table.
 
     Args:
         execute: runs a statement on the store, and returns its rows as TabSeparated text.
         layout: of its servers.
+        tables: names of the public tables. A user's own in the same database keep their comments.
 
     Raises:
         StoreError: the store refused a statement.
@@ -36,6 +37,8 @@ def comment_columns(execute: Callable[[str], str], layout: Layout) -> None:
     changes: dict[str, list[str]] = {}
     for line in execute(_COMMENTS).splitlines():
         table, column, comment = line.split("\t")
+        if table not in tables:
+            continue
         meaning = meanings().get(table, {}).get(column) or meanings()["every"].get(column, comment)
         if meaning != comment:
             changes.setdefault(table, []).append(f"COMMENT COLUMN `{column}` '{meaning}'")

@@ -18,7 +18,7 @@ from pathlib import Path
 from collector.schema.cluster import CREATE, Layout, first_line
 from collector.schema.columns import comment_columns
 from spangrad.errors import StoreError
-from spangrad.store.names import DATABASES, INTERNAL
+from spangrad.store.names import DATABASES, INTERNAL, PUBLIC
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,8 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
             else ""
         )
         report(f"applied {migration.name} ({len(script) - 1} statements){recreated}")
-    comment_columns(execute, layout)
+    created = {name for migration in read_migrations(directory) for name in migration.makes(layout)}
+    comment_columns(execute, layout, {table for schema, _, table in (name.partition(".") for name in created) if schema == PUBLIC})
     return new
 
 

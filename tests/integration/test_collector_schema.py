@@ -125,8 +125,10 @@ def test_columns_of_public_tables_have_their_meaning_as_comment(laid_out: tuple[
     assert {*meanings()["every"]} <= {column for _, column in written}
     assert {(table, column) for table, columns in meanings().items() if table != "every" for column in columns} <= written.keys()
     execute("ALTER TABLE spangrad.rollouts COMMENT COLUMN Mode 'other'")
+    execute("CREATE MATERIALIZED VIEW spangrad.own ENGINE = MergeTree ORDER BY Mode AS SELECT RunId, Mode FROM spangrad_internal.attempts")
     migrate(execute, layout)
-    assert comments(execute) == written
+    assert {place: comment for place, comment in comments(execute).items() if place[0] in {table for table, _ in written}} == written
+    assert comments(execute)["own", "Mode"] == ""
 
 
 # --- over all shards ---
