@@ -187,9 +187,10 @@ class WholeStore:
         # A NaN that comes from a store is another object than that of the ledger.
         metrics = [{name: float(str(value)) for name, value in row.metrics.items()} for row in rows]
         self._versions = [(row.version, row.status, row.policy_version.checksum, of) for row, of in zip(rows, metrics, strict=True)]
+        self._batches = {batch: len(ledger.batch(batch)) for row in rows if (batch := row.policy_version.batch_id)}
 
     def query(self, sql: str, parameters: Mapping[str, object]) -> SimpleNamespace:
-        return SimpleNamespace(result_rows=self._versions if "policy_versions" in sql else [])
+        return SimpleNamespace(result_rows=self._versions if "policy_versions" in sql else [*self._batches.items()])
 
 
 def test_mirror_asks_for_all_batches_at_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Invariant: each function runs inside a transaction of the ledger.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -162,6 +163,16 @@ def by_version(table: sa.Table) -> sa.Join:
     Given the batches of these as a subquery, SQLite would read every rollout of a branch.
     """
     return VERSIONS.join(table, table.c.batch_id == VERSIONS.c.batch_id)
+
+
+def sizes(transaction: sa.Connection, branch: Mapping[str, str], since: int) -> dict[str, int]:
+    """Return the number of rollouts of each batch of a branch, or that it names, by its id, for the versions from a number on."""
+    counts = Counter[str]()
+    for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS):
+        query = sa.select(table.c.batch_id, sa.func.count()).select_from(by_version(table)).group_by(table.c.batch_id)
+        for batch_id, count in transaction.execute(query.where(*equal_to(VERSIONS, branch), VERSIONS.c.version >= since)):
+            counts[batch_id] += count
+    return dict(counts)
 
 
 def oldest_open(transaction: sa.Connection, policy: str, branch: str) -> int:

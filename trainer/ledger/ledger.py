@@ -356,6 +356,12 @@ class Ledger:
         with self.database.reading() as transaction:
             return batch_rollouts.read(transaction, batch_id)
 
+    @repeated
+    def batch_sizes(self, since: int) -> dict[str, int]:
+        """Return the number of rollouts of each batch that made a version from a number on, by the batch's id."""
+        with self.database.reading() as transaction:
+            return batch_rollouts.sizes(transaction, self._branch, since)
+
     def _of_branch(self, table: sa.Table) -> list[sa.ColumnElement[bool]]:
         return equal_to(table, self._branch)
 

@@ -47,8 +47,10 @@ _STORED_VERSIONS = """
 SELECT Version, Status, Checksum, Metrics FROM spangrad_internal.policy_versions FINAL
 WHERE Policy = %(policy)s AND Branch = %(branch)s AND Version >= %(since)s
 """
-_STORED_BATCHES = """
-SELECT DISTINCT BatchId FROM spangrad_internal.batches WHERE Policy = %(policy)s AND Branch = %(branch)s AND Version >= %(since)s
+_BATCH_SIZES = """
+SELECT BatchId, count() FROM spangrad_internal.batches FINAL
+WHERE Policy = %(policy)s AND Branch = %(branch)s AND Version >= %(since)s
+GROUP BY BatchId
 """
 
 
@@ -73,16 +75,23 @@ class Mirror:
             return 0
         facts = versions[0]
         names = {"policy": facts.policy_version.policy, "branch": facts.branch, "since": since}
+        sizes = self._ledger.batch_sizes(since)
         with store_errors(self._url):
             rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
-            batches = {str(batch) for (batch,) in self._client.query(_STORED_BATCHES, parameters=names).result_rows}
+            batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
         stored = {int(number): (status, checksum, _comparable(metrics)) for number, status, checksum, metrics in rows}
+        counts = {str(batch): int(count) for batch, count in batches}
         outdated = [
             version
             for version in versions
             if stored.get(version.version) != (version.status, version.policy_version.checksum, _comparable(version.metrics))
+            or (
+                version.status is VersionStatus.COMMITTED
+                and counts.get(version.policy_version.batch_id or "", 0) != sizes.get(version.policy_version.batch_id or "", 0)
+            )
         ]
-        if left := batches & {version.policy_version.batch_id for version in versions if version.status is VersionStatus.ORPHANED}:
+        orphaned = {version.policy_version.batch_id or "" for version in versions if version.status is VersionStatus.ORPHANED}
+        if left := orphaned & counts.keys():
             self._delete({**names, "batches": tuple(sorted(left))})
         for version in outdated:
             self.write(version)
