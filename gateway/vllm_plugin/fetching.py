@@ -197,8 +197,11 @@ class _Connections:
                     raise OSError(f"it ended after {read} of {length} bytes")
                 read += more
         except (OSError, http.client.HTTPException) as error:
-            raise self.end(OSError(f"the trainer's rank at {url} did not send its words: {error or type(error).__name__}")) from error
-        return Fetched(bucket, is_delta, data)
+            reason = OSError(f"the trainer's rank at {url} did not send its words: {error or type(error).__name__}")
+            reason.__cause__ = error
+        else:
+            return Fetched(bucket, is_delta, data)
+        raise self.end(reason)  # or that of the rank that failed before
 
     def end(self, reason: OSError) -> OSError:
         """End the answers that threads wait for, and ask for no more; return the first reason that was given."""

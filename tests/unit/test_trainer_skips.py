@@ -233,3 +233,5 @@ def test_basis_changes_with_settings_of_its_reason_only() -> None:
     differing = {reason for reason in SkipReason if before[reason] != after[reason]}
     assert differing == {*MASKS, SkipReason.NO_BASELINE, SkipReason.EQUAL}
     assert basis(SkipReason.CONTRADICTORY, SETTINGS) == "{}"
+    weighed = bases(changed(SETTINGS, {"step_weight": 0.0}))
+    assert {reason for reason in SkipReason if before[reason] != weighed[reason]} == {SkipReason.EQUAL}, "values of steps count by it"

@@ -75,9 +75,11 @@ class LedgerHistory:
     """Mode and id of groups whose step is under way."""
     skipped: dict[Group, SkipReason]
     claimed: Claimed = lambda _: {}
+    """Groups of which a rollout is in a batch of the branch."""
     awaited: Sequence[str] = ()
     """Other policies that must be updated and served before the policy's phase begins (`Phases.awaited`)."""
     of_phases: PhaseSkips = lambda _groups, _loaded: {}
+    """Groups that versions of other phases played."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,7 @@ _OF_VALUES = (
     "credit.overlong_tokens",
     "credit.overlong_buffer",
     "credit.scheme",
+    "credit.step_weight",
     "credit.baseline",
     "credit.gamma",
     "credit.estimator",

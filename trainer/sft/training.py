@@ -310,7 +310,7 @@ class _Run:
                     "no place there. Stop the other training of that branch, go back with `spangrad policy rollback "
                     f"{self.settings.trainer.policy}@{parent.version}`, and start again."
                 )
-            transaction.branch.is_busy()
+            transaction.branch.is_busy()  # logs for whom it waits
             time.sleep(self.settings.trainer.poll_seconds)
 
 
