@@ -10,11 +10,13 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from gateway.dialects import DIALECTS
 from gateway.followers.controller import Followers
+from gateway.proxy.admin import Admin
 from gateway.proxy.counts import Counts
-from spangrad.http.announcements import AttemptKey, ClosedAttempt
+from spangrad.http.announcements import AttemptKey, ClosedAttempt, ClosingRequest
 from tests.support.gateways import Stage, ask, following, staged
 
 FIRST, SECOND = "/rollout/r/attempt/0", "/rollout/r/attempt/1"
@@ -91,9 +93,16 @@ async def test_close_attempt_ends_requests_that_pass_through(stage: Stage) -> No
 
 
 async def test_close_at_a_follower_waits_for_no_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Followers, "close_attempts", lambda *_: asyncio.get_running_loop().create_future())
+    answer = Admin.close
+
+    async def hang_at_controller(admin: Admin, request: ClosingRequest) -> web.Response:
+        if isinstance(getattr(admin._close_elsewhere, "__self__", None), Followers):
+            await asyncio.Event().wait()
+        return await answer(admin, request)
+
+    monkeypatch.setattr(Admin, "close", hang_at_controller)
     async with staged() as stage, following(stage) as follower:
-        assert (await asyncio.wait_for(close(follower), 0.5))[0] == 200
+        assert (await asyncio.wait_for(close(follower), 10))[0] == 200
         assert (await follower.chat(FIRST))[0] == 410
 
 

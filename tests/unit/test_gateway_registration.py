@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ async def happens(stage: Any, expected: list[str]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+
+
 async def test_engine_registers_whenever_gateway_is_up_and_leaves_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = FakeEngine(), FakeEngine()
     (port,) = free_ports(1)
@@ -49,8 +56,7 @@ async def test_engine_registers_whenever_gateway_is_up_and_leaves_at_its_end(tmp
     both = [f"http://127.0.0.1:{engine.port}" for engine in (first, second)]
     async with second.running():
         registration.__enter__()
-        await asyncio.sleep(0.1)
-        assert "the engine is not registered yet" in caplog.text
+        await until(lambda: "the engine is not registered yet" in caplog.text)
         async with staged(first, port=port, spill_path=str(tmp_path / "a")) as stage:
             await happens(stage, both)
             (_, backend) = await backends(stage)
@@ -82,6 +88,7 @@ async def test_engine_removed_by_an_order_registers_again_only_after_a_restart(t
             second.go_on.set()
             assert [(await call)[0] for call in calls] == [200, 200]
             assert (await removal)[0] == 200
+            await until(lambda: f"{both[1]} was removed from policy 'policy'" in caplog.text)
             await asyncio.sleep(0.1)
             assert await urls(stage) == both[:1], "the process runs on"
             assert caplog.text.count(f"{both[1]} was removed from policy 'policy'") == 1
@@ -109,7 +116,7 @@ async def test_engine_that_the_settings_name_stays_a_backend_with_its_settings(t
 async def test_registration_answered_by_a_foreign_service_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine()
     with AdminGateway() as service, Registration(registering(engine, service.port), 0.01) as registration:
-        await asyncio.sleep(0.2)
+        await until(lambda: len(service.publications) > 1)
         assert registration._thread is not None
         assert registration._thread.is_alive()
     assert "no gateway of this version" in caplog.text
