@@ -11,7 +11,7 @@ import logging
 import threading
 from types import TracebackType
 from typing import Self
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
 
@@ -64,10 +64,12 @@ class Registration:
         if self._thread:
             self._thread.join()
         if self._name:
+            # Since the last renewal the name may have become another engine's: the URL says whose it must be.
+            query = urlencode({"now": "true", "url": self._body["url"]})
             try:
-                ask(self._gateway, "DELETE", f"/admin/backends/{quote(self._name, safe='')}?now=true", seconds=_ANSWER_SECONDS)
+                ask(self._gateway, "DELETE", f"/admin/backends/{quote(self._name, safe='')}?{query}", seconds=_ANSWER_SECONDS)
             except GatewayError as failure:
-                log.warning("the engine is still a backend of the gateway: %s", failure)
+                log.warning("the engine may still be a backend of the gateway: %s", failure)
 
     def _renew(self) -> None:
         while True:

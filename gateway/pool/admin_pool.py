@@ -21,7 +21,7 @@ from gateway.pool.policy import Policy
 from gateway.pool.pool import BackendPool, BackendRefusedError
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.sleeping import keep_policy_asleep, send_policy_to_sleep, send_to_sleep, wake_policy_up, wake_up
-from gateway.pool.upstream import BackendStatus, Upstream
+from gateway.pool.upstream import BackendStatus, Upstream, base_url
 from gateway.proxy.http import error_response
 from gateway.weights.publication import PublicationError
 from gateway.weights.release import OrderRequest, Publication, PublicationRequest, promote, publish, roll_back
@@ -193,8 +193,11 @@ class PoolAdmin:
         return json_response(_backend_state(self._pool.register(settings, renew=fields.renew, again=fields.again)), 201)
 
     async def remove(self, request: web.Request) -> web.Response:
-        """Remove a backend when its calls have ended, or at once."""
+        """Remove a backend when its calls have ended, or at once; not where the request names the URL of another one."""
         backend = self._backend(request)
+        url = request.query.get("url", backend.url)
+        if base_url(url) != backend.url:
+            raise PublicationError(409, f"backend {backend.name} is at {backend.url}, not at {url}. See GET /admin/backends for its name.")
         now = request.query.get("now", "false")
         if now not in {"true", "false"}:
             raise PublicationError(400, f"now = {now!r} is neither true nor false.")

@@ -97,6 +97,22 @@ async def test_engine_removed_by_an_order_registers_again_only_after_a_restart(t
             await happens(stage, both)
 
 
+async def test_engine_at_its_end_spares_another_backend_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
+    first, second, third = FakeEngine(), FakeEngine(), FakeEngine()
+    (port,) = free_ports(1)
+    async with second.running(), third.running() as url, staged(first, port=port) as stage:
+        registration = Registration(registering(second, port), renewal_seconds=600)
+        registration.__enter__()
+        await until(lambda: registration._name == "policy-1")
+        assert (await ask(stage, "DELETE", "/admin/backends/policy-1?now=true"))[0] == 200
+        (_, added) = await ask(stage, "POST", "/admin/backends", {"url": url, "renew": True})
+        assert added["name"] == "policy-1"
+        await asyncio.to_thread(registration.__exit__, None, None, None)
+        assert await urls(stage) == [f"http://127.0.0.1:{first.port}", url]
+        assert f"backend policy-1 is at {url}, not at http://127.0.0.1:{second.port}. See GET /admin/backends" in caplog.text
+        assert (await ask(stage, "POST", "/admin/backends", {"url": url, "renew": True, "again": True}))[0] == 201
+
+
 async def test_engine_that_the_settings_name_stays_a_backend_with_its_settings(tmp_path: Path) -> None:
     first, second = FakeEngine(), FakeEngine()
     (port,) = free_ports(1)
