@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import msgspec
 from aiohttp import WSMsgType, web
@@ -81,7 +81,7 @@ class Followers(OtherGateways):
         self._view: PoolView | None = None
         self._revision = 0
         self._reported = asyncio.Event()
-        self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
+        self._closed: dict[ClosedAttempt, None] = {}
         """Ends of attempts that a follower is sent when it connects: it may have missed them."""
         metrics.followers = lambda: len(self._connections)
         pool.others = self
@@ -102,7 +102,7 @@ class Followers(OtherGateways):
 
     async def connect(self, request: web.Request) -> web.StreamResponse:
         """Keep a follower informed, and take its reports, until either side ends the connection."""
-        socket = web.WebSocketResponse(receive_timeout=SILENT_SECONDS, compress=False)
+        socket = web.WebSocketResponse(receive_timeout=SILENT_SECONDS, compress=False, max_msg_size=0)
         await socket.prepare(request)
         follower = _Connection(request.query.get("url", ""), request)
         follower.closed += self._closed
@@ -133,10 +133,15 @@ class Followers(OtherGateways):
             follower.wake.set()
 
     def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Send the ends of attempts to all followers, also to those that connect later."""
-        self._closed += closed
+        """Send the ends of attempts that are not known yet to all followers, also to those that connect later."""
+        new = dict.fromkeys(each for each in closed if each not in self._closed)
+        if not new:
+            return
+        self._closed |= new
+        for oldest in list(islice(self._closed, max(len(self._closed) - CLOSED_KEPT, 0))):
+            del self._closed[oldest]
         for follower in self._connections:
-            follower.closed += closed
+            follower.closed += new
             follower.wake.set()
 
     async def wait_idle(self, backend: Upstream) -> None:

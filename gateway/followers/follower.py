@@ -51,7 +51,9 @@ class Follower:
         self._due = asyncio.Event()
         """Set when a report is due at once: a state is not confirmed yet, or attempts have ended."""
         self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
-        """Ends of attempts that the controller was not sent yet."""
+        """Ends of attempts that the controller is sent when the connection is made: it may have missed or forgotten them."""
+        self._unsent: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
+        """Ends of attempts that the controller was not sent yet on this connection."""
         self.connected = False
         self.on_closed: Callable[[ClosedAttempt], None] = lambda closed: None
         """Callback for each attempt that has ended, by the controller's word."""
@@ -86,8 +88,9 @@ class Follower:
             return error_response(503, f"the gateway at {self._url} (gateway.controller), which answers this, is away: {reason}")
 
     def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
-        """Report the ends of attempts to the controller, which informs all its followers; while it is away, this gateway alone knows."""
+        """Report the ends of attempts to the controller, which informs all its followers; one that is away, once it is back."""
         self._closed += closed
+        self._unsent += closed
         self._due.set()
 
     async def run(self) -> None:
@@ -152,13 +155,14 @@ class Follower:
     async def _report(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         """Confirm each state and report ends of attempts at once, and the calls in flight when they have changed."""
         sent, sent_at = FollowerReport(0, {}, {}), 0.0
+        self._unsent = self._closed.copy()
         with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # the receiving side ends
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._due.wait(), COUNT_SECONDS)
                 self._due.clear()
-                report = self._pool.report(self._revision, tuple(self._closed))
-                self._closed.clear()
+                report = self._pool.report(self._revision, tuple(self._unsent))
+                self._unsent.clear()
                 if report != sent or time.monotonic() - sent_at >= BEAT_SECONDS:
                     await socket.send_bytes(msgspec.msgpack.encode(report))
                     sent, sent_at = report, time.monotonic()

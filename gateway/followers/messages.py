@@ -21,7 +21,7 @@ BEAT_SECONDS = 1.0
 COUNT_SECONDS = 0.05
 """Time between two counts of the calls in flight, which are sent when they have changed."""
 CLOSED_KEPT = 10_000
-"""Number of the newest ends of attempts that a gateway keeps for others that are not connected."""
+"""Number of the newest ends of attempts that a gateway keeps for others that connect later."""
 SILENT_SECONDS = 5.0
 """Time without a message after which the other gateway counts as gone."""
 
@@ -89,7 +89,7 @@ class FollowerReport(msgspec.Struct, frozen=True):
     waiting: dict[str, int]
     """Its calls that wait for a backend, by policy; 0 is left out."""
     closed: tuple[ClosedAttempt, ...] = ()
-    """Attempts that have ended, as it was ordered since the message before."""
+    """Attempts that have ended, as it was ordered since the message before; first of all the newest ones from before the connection."""
 
 
 def view_of(pool: BackendPool) -> PoolView:

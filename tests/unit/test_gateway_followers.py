@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from gateway.followers import controller
+from gateway.followers.messages import ControllerUpdate
 from spangrad import semconv
+from spangrad.http.announcements import ClosedAttempt
+from spangrad.processes import free_ports
 from tests.support.fake_engine import FakeEngine, uint32s
 from tests.support.gateways import GatedEngine, Stage, ask, backends, following, models, release_of, several, staged, started
 from tests.support.otlp import SunkSpan
@@ -181,6 +186,50 @@ async def test_follower_that_connects_refuses_calls_of_attempts_closed_before() 
         assert (await ask(stage, "POST", "/attempts/close", closed))[0] == 200
         async with following(stage) as follower:
             assert [(await follower.chat(f"/rollout/r/attempt/{number}"))[0] for number in range(2)] == [410, 200]
+
+
+async def until_closed(stage: Stage, path: str) -> None:
+    """Wait until the gateway knows that an attempt was cancelled."""
+    async with asyncio.timeout(10):
+        while await stage.ends(path) != "cancelled":  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.02)
+
+
+async def test_controller_after_its_restart_learns_of_attempts_closed_at_followers() -> None:
+    (port,) = free_ports(1)
+    async with staged() as store_keeper:
+        async with staged(port=port) as stage:
+            following_stage = following(replace(stage, store=store_keeper.store))
+            follower = await following_stage.__aenter__()
+            closed = {"attempts": [{"rollout_id": "r", "attempt": 0, "reason": "cancelled"}]}
+            assert (await ask(follower, "POST", "/attempts/close", closed))[0] == 200
+            await until_closed(stage, "/rollout/r/attempt/0")
+        try:
+            async with staged(port=port) as stage:
+                await until_closed(stage, "/rollout/r/attempt/0")
+        finally:
+            await following_stage.__aexit__(None, None, None)
+
+
+async def test_report_of_attempts_closed_may_have_more_than_4_mib() -> None:
+    names = [f"{number:0512}" for number in range(9_000)]
+    closed = {"attempts": [{"rollout_id": name, "attempt": 0, "reason": "cancelled"} for name in names]}
+    async with staged() as stage, following(stage) as follower:
+        assert (await ask(follower, "POST", "/attempts/close", closed))[0] == 200
+        await until_closed(stage, f"/rollout/{names[-1]}/attempt/0")
+
+
+async def test_followers_are_sent_new_ends_of_attempts_alone() -> None:
+    attempts = [ClosedAttempt(rollout_id="r", attempt=number, reason="cancelled") for number in range(2)]
+    async with staged() as stage, following(stage) as follower, stage.client.ws_connect("/admin/followers/state") as other:
+        for closed in (attempts[:1], attempts):
+            body = {"attempts": [msgspec.to_builtins(attempt) for attempt in closed]}
+            assert (await ask(follower, "POST", "/attempts/close", body))[0] == 200
+            await until_closed(stage, f"/rollout/r/attempt/{closed[-1].attempt}")
+        received: list[ClosedAttempt] = []
+        while len(received) < 2:
+            received += msgspec.msgpack.decode(await other.receive_bytes(timeout=10), type=ControllerUpdate).closed
+        assert received == attempts
 
 
 async def test_frozen_upstreams_and_their_keys_reach_a_follower() -> None:
