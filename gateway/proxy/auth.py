@@ -34,6 +34,7 @@ _ASKS_FOR_TOKEN = (
 )
 
 
+# By model_construct, as it has no `token`, which is never read.
 FULL_ACCESS = ClientSettings.model_construct(name="gateway.token", may_admin=True)
 """Permissions of `gateway.token`, and of everyone where the settings name no token."""
 

@@ -111,7 +111,7 @@ class Calls:
         return [*(web.post(path, handler) for path, handler in calls), *passed]
 
     async def pass_through(self, request: web.Request) -> web.StreamResponse:
-        """Pass on a request that is no policy call (models, embeddings and the like), unread and unrecorded."""
+        """Pass on a request that is no policy call (models, embeddings and the like), unrecorded; an alias becomes the engine's model."""
         attempt = attempt_of(url_attempt(request), parse_baggage(request.headers.get("baggage")))
         if closed := self._counts.closed(attempt):
             return error_response(410, closed.message(), ATTEMPT_CLOSED)
