@@ -9,6 +9,7 @@ import pytest
 from spangrad.client import demand
 from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
+from spangrad.http.queue_messages import DemandRequest
 from spangrad.settings import QueueSettings
 from tests.support.servers import raw_server
 
@@ -35,7 +36,8 @@ def test_queue_http_answer_that_breaks_off_is_retried(url: str, answers: list[by
 
 def test_queue_http_answers_that_always_break_off_raise(url: str) -> None:
     message = rf"the queue at {url} does not answer \(IncompleteRead"
+    demanded = DemandRequest(policy="policy", branch="main", groups=1, oldest_version=0, filled=0)
     with pytest.raises(QueueError, match=message):
         QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)
-    with pytest.raises(QueueError, match=rf"the queue at {url} does not answer \(IncompleteRead"):
-        demand.state(QueueSettings(url=url), "run", demand.Demand("policy", "main", groups=1, oldest_version=0, filled=0))
+    with pytest.raises(QueueError, match=message):
+        demand.state(QueueSettings(url=url), "run", demanded)
