@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import os
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 import msgspec
 from aiohttp import web
 
+from spangrad.agent.flushing import exit_process
 from spangrad.agent.reward_values import rewards_from
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, user_call
 from spangrad.http import server as http_server
@@ -56,7 +56,7 @@ def serve(settings: Settings, evaluator: Callable[..., Any]) -> NoReturn:
         lambda: running(settings, evaluator), lambda url: log.info("rewards ready: %s, %d evaluators at once", url, concurrency)
     )
     logging.shutdown()
-    os._exit(0)  # an ordinary exit would wait for an evaluator's thread that never ends
+    exit_process()  # an ordinary exit would wait for an evaluator's thread that never ends
 
 
 @asynccontextmanager

@@ -36,16 +36,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from opentelemetry import context, trace
+from opentelemetry import context
 from opentelemetry.instrumentation.auto_instrumentation import initialize
-from opentelemetry.sdk.trace import TracerProvider
 
 from spangrad.agent.attempt import AttemptNote, with_note
 from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, failed_run, handed_on, is_empty, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
 from spangrad.agent.command import AgentCommand, SandboxLaunch, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
-from spangrad.agent.flushing import Flusher
+from spangrad.agent.flushing import Flusher, exit_process
 from spangrad.agent.local_environment import LocalEnvironment
 from spangrad.agent.propagation import context_from
 from spangrad.agent.reward_values import rewards_from
@@ -376,12 +375,7 @@ def main() -> None:
     gc.freeze()  # objects of imported frameworks are never garbage: collections need not scan them
     _write(answers, {"ready": True})
     if not asyncio.run(_serve(host, jobs, answers)):
-        # An ordinary exit would wait for an agent's thread that never ends.
-        provider = trace.get_tracer_provider()
-        if isinstance(provider, TracerProvider):
-            provider.shutdown()
-        sys.stderr.flush()
-        os._exit(0)
+        exit_process()  # an ordinary exit would wait for an agent's thread that never ends
 
 
 if __name__ == "__main__":
