@@ -36,8 +36,8 @@ NO_GATEWAY = "sampling and limits need a gateway, and the setting runner.gateway
 """Refusal of a request that sets them."""
 BUILD_SECONDS = 120.0
 """Time since a rollout was first seen to have ended within which its build is waited for, in seconds; then it is answered without turns."""
-_UNBUILT_KEPT = 100_000
-"""Number of rollouts without a build of which it is remembered when they were seen to have ended; older ones are waited for anew."""
+_FORGET_SECONDS = 3600.0
+"""Time since a rollout was first seen to have ended after which that is forgotten, in seconds; when asked for, it is waited for anew."""
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 """Longest time between two looks at rollouts that are waited for, in seconds: for a build whose arrival was not noticed."""
@@ -89,6 +89,26 @@ class BuildNews:
         self._arrived = asyncio.Event()
 
 
+class ObservedEnds:
+    """Times at which rollouts were first seen to have ended, of the last hour."""
+
+    def __init__(self) -> None:
+        """Know no rollout."""
+        self._times: dict[str, float] = {}
+        """Monotonic time by rollout, oldest first."""
+
+    def seconds_since(self, rollout_id: str, now: float) -> float:
+        """Return the seconds since a rollout was first seen, which may be now, and forget those of more than an hour ago."""
+        seconds = now - self._times.setdefault(rollout_id, now)
+        while self._times and now - self._times[oldest := next(iter(self._times))] > _FORGET_SECONDS:
+            del self._times[oldest]
+        return seconds
+
+    def forget(self, rollout_id: str) -> None:
+        """Forget a rollout."""
+        self._times.pop(rollout_id, None)
+
+
 class Processing:
     """Answers requests for trajectories."""
 
@@ -100,8 +120,8 @@ class Processing:
         self._callbacks = Callbacks(service, settings.queue, self.trajectories)
         self.demands = TaskDemands(service)
         """Rollouts of stored tasks, which the server enqueues by itself."""
-        self._unbuilt: dict[str, float] = {}
-        """Monotonic time at which a rollout was first seen to have ended without a build, oldest first."""
+        self._unbuilt = ObservedEnds()
+        """Rollouts that ended without a build."""
         self._clients: list[Client] = []
         """Clients of the store that no request uses at the moment."""
 
@@ -173,7 +193,7 @@ class Processing:
             built = await asyncio.to_thread(self._read, run_id, [rollout.rollout_id for rollout in ended]) if ended else {}
             for rollout in ended:
                 if trajectory := built.get(rollout.rollout_id):
-                    self._unbuilt.pop(rollout.rollout_id, None)
+                    self._unbuilt.forget(rollout.rollout_id)
                 if trajectory or self._is_unbuildable(rollout):
                     del pending[rollout.rollout_id]
                     yield _trajectory(rollout, trajectory, self.spec)
@@ -184,9 +204,7 @@ class Processing:
 
     def _is_unbuildable(self, rollout: QueuedRollout) -> bool:
         """Return whether no build is waited for: no attempt began, or its end was seen too long ago."""
-        if len(self._unbuilt) > _UNBUILT_KEPT:
-            del self._unbuilt[next(iter(self._unbuilt))]
-        return not rollout.attempts or time.monotonic() - self._unbuilt.setdefault(rollout.rollout_id, time.monotonic()) > BUILD_SECONDS
+        return not rollout.attempts or self._unbuilt.seconds_since(rollout.rollout_id, time.monotonic()) > BUILD_SECONDS
 
     def _read(self, run_id: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
         try:
