@@ -13,8 +13,8 @@ from msgspec import Meta
 from runner.queue.task_data import TaskRow
 from runner.queue.wire import RolloutState
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
-from spangrad.http.queue_messages import Count, Name, NewRollout, OptionalName, Priority, Seconds, Struct
-from spangrad.types import Mode, PromptVersion
+from spangrad.http.queue_messages import Count, Name, NewRollout, OptionalName, PinnedPrompt, Priority, Seconds, Struct
+from spangrad.types import Mode
 
 Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
 CallbackUrl = Annotated[str, Meta(max_length=2000, pattern=r"^https?://[^\x00\s]+$")]
@@ -46,7 +46,7 @@ class RolloutManner(Struct, frozen=True, kw_only=True):
     """Limits of each attempt's calls. None of one: the setting of the same name of the worker's runner."""
 
     def group(
-        self, task: TaskRow, group_id: str, ids: Sequence[str], *, image: str = "", prompt: PromptVersion | None = None
+        self, task: TaskRow, group_id: str, ids: Sequence[str], *, image: str = "", prompt: PinnedPrompt | None = None
     ) -> list[NewRollout]:
         """Return the rollouts of a group, by their ids."""
         return [
@@ -78,7 +78,7 @@ class ProcessRequest(RolloutManner, frozen=True, kw_only=True):
     key: Key
     """Name of the request: the same one sent again continues to wait for the same rollouts."""
     tasks: Annotated[list[ProcessedTask], Meta(min_length=1, max_length=ROLLOUTS_MOST)]
-    prompt: PromptVersion | None = None
+    prompt: PinnedPrompt | None = None
     """Prompt version that the attempts fetch where their task names none. None: the published one."""
     callback: CallbackUrl | None = None
     """URL that each trajectory is posted to as soon as it is ready, whether or not a client waits. None: there is none."""

@@ -14,8 +14,8 @@ from runner.queue.rows import prompt_of
 from runner.queue.service import Service
 from runner.queue.tables import NAMED_TASKS, TASKS
 from spangrad.database import Database
-from spangrad.http.queue_messages import Name, OptionalName, Struct
-from spangrad.types import PromptVersion, SandboxRung
+from spangrad.http.queue_messages import Name, OptionalName, PinnedPrompt, Struct
+from spangrad.types import SandboxRung
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Place = Annotated[int, Meta(ge=0, lt=2**53)]
@@ -27,7 +27,7 @@ class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     task_id: Name
     input: Raw
     """Any JSON value, kept as it was written."""
-    prompt: PromptVersion | None = None
+    prompt: PinnedPrompt | None = None
     """Prompt version that attempts at the task fetch. None: the one that they would fetch without the task."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that attempts at the task may run in. None: any, and none as well."""
@@ -119,7 +119,7 @@ def task_of(row: Any) -> TaskRow:
     return TaskRow(
         task_id=row.task_id,
         input=Raw(row.input.encode()),
-        prompt=prompt_of(row),
+        prompt=PinnedPrompt.of(prompt_of(row)),
         least_sandbox=least,
         data_source=row.data_source or "",
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.errors import SettingsError
 from spangrad.http.announcements import OWN_SAMPLING, SamplingParameters
-from spangrad.http.queue_messages import NewRollout, new_rollout
+from spangrad.http.queue_messages import NewRollout, PinnedPrompt, new_rollout
 from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import Mode, PromptVersion, Rollout, RolloutKey, Task
 
@@ -56,7 +56,7 @@ def queued(rollout: Rollout, settings: Settings, pinned: PromptVersion | None = 
         priority=priority,
         timeout_seconds=runner.timeout_of(task.data_source),
         max_attempts=runner.max_attempts,
-        prompt=task.prompt or pinned,
+        prompt=PinnedPrompt.of(task.prompt or pinned),
         least_sandbox=task.least_sandbox,
         data_source=task.data_source,
         sampling=sampling_of(runner, rollout.mode),

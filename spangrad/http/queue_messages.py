@@ -1,4 +1,4 @@
-"""Messages to the queue that clients beside its workers send, too: new rollouts, and the demand for groups.
+"""Messages from clients and workers to the queue: new rollouts, and the demand for groups.
 
 In, out: frozen structs. Invariant: an unknown field is refused, and so is a value without a meaning.
 """
@@ -6,7 +6,7 @@ In, out: frozen structs. Invariant: an unknown field is refused, and so is a val
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta, Raw
@@ -29,6 +29,19 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base class of the messages."""
 
 
+class PinnedPrompt(Struct, frozen=True):
+    """Prompt version that attempts fetch under the prompt's name."""
+
+    name: Name
+    version: Annotated[int, Meta(ge=1, lt=2**31)]
+    """Number of the version, from 1."""
+
+    @classmethod
+    def of(cls, prompt: PromptVersion | None) -> Self | None:
+        """Return a prompt version in this form. None: there is none."""
+        return prompt and cls(prompt.name, prompt.version)
+
+
 class NewRollout(Struct, frozen=True, kw_only=True):
     """A rollout to enqueue."""
 
@@ -46,7 +59,7 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     """Time limit of one agent run, in seconds, from its begin, else its hand-out. None: its handler's or runner.timeout_seconds."""
     max_attempts: Count | None = None
     """Largest number of attempts. None: runner.max_attempts of the server."""
-    prompt: PromptVersion | None = None
+    prompt: PinnedPrompt | None = None
     """Prompt version that its attempts fetch under the prompt's name. None: the version that is published when they ask."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that its attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""

@@ -260,6 +260,8 @@ async def test_process_stream_reports_a_queue_database_that_is_away(settings: Se
         ({"key": ""}, "length >= 1"),
         ({"run_id": "r" * 512}, "has 522 characters, and 512 are allowed"),
         ({"nonsense": "x"}, "unknown field `nonsense`"),
+        ({"prompt": {"name": "a\x00", "version": 1}}, "matching regex"),
+        ({"prompt": {"name": "a", "version": 2**31}}, "<= 2147483647"),
         ({"callback": "ftp://127.0.0.1/x"}, "matching regex"),
         ({"callback": "http://127.0.0.1:9/x"}, "queue.callback_hosts of the server does not list 127.0.0.1:9."),
         ({"sampling": {"temperature": 3}}, "<= 2.0"),

@@ -10,6 +10,9 @@ import pytest
 
 from tests.support.runners import failed, new_rollouts, queue_settings, serving
 
+ROLLOUT = {"task_id": "t", "input": 1, "group_id": "g"}
+PART = {"digest": "0" * 64, "first": 0}
+
 
 async def test_attempt_detail_with_unstorable_text_is_sanitized(queue_db: str) -> None:
     async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
@@ -31,6 +34,10 @@ async def test_attempt_detail_with_unstorable_text_is_sanitized(queue_db: str) -
     ("method", "path", "body"),
     [
         ("POST", "/v1/rollouts", {"run_id": "run", "rollouts": [{"task_id": "t\x00", "input": 1, "group_id": "g"}]}),
+        ("POST", "/v1/rollouts", {"run_id": "run", "rollouts": [{**ROLLOUT, "prompt": {"name": "a\x00", "version": 1}}]}),
+        ("POST", "/v1/rollouts", {"run_id": "run", "rollouts": [{**ROLLOUT, "prompt": {"name": "a", "version": 2**31}}]}),
+        ("POST", "/v1/tasks", {**PART, "tasks": [{"task_id": "t", "input": 1, "prompt": {"name": "a", "version": 2**63}}]}),
+        ("POST", "/v1/tasks", {**PART, "tasks": [{"task_id": "t", "input": 1, "prompt": {"name": "a\x00", "version": 1}}]}),
         ("POST", "/v1/leases", {"run_id": "run", "worker": "me\x00"}),
         ("POST", "/v1/leases/complete", {"completions": [{"rollout_id": "r\x00", "attempt": 0}]}),
         ("GET", "/v1/rollouts/a%00", None),
