@@ -126,6 +126,13 @@ def inner_interpreter(image: UnpackedImage | None) -> Path:
     return own if readable or not _SYSTEM_INTERPRETER.exists() else _SYSTEM_INTERPRETER
 
 
+def inner_environment(image: UnpackedImage | None) -> dict[str, str]:
+    """Return the environment variables of programs in sandboxes: the image's or this process's own, and those of a private home."""
+    names = ("PATH", "LANG", "LC_ALL", "TZ")
+    kept = {name: os.environ[name] for name in names if name in os.environ} if image is None else dict(image.variables)
+    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LOGNAME": "agent"}
+
+
 def interpreter_paths(program: Path) -> Iterator[Path]:
     """Yield the directories that a program needs of its interpreter's: its virtual environment's, and those of that one's base.
 

@@ -18,8 +18,7 @@ from functools import partial
 
 from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, prepare
-from runner.sandboxes.images import UnpackedImage
-from runner.sandboxes.policy import SandboxPolicy, inner_interpreter
+from runner.sandboxes.policy import SandboxPolicy, inner_environment, inner_interpreter
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProcess, end_program, feed, read_all
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
@@ -86,12 +85,16 @@ class Sandbox:
                 self._ends[int(fields[1])] = ended
             if answer is not None and not answer.done():
                 answer.set_result((fields, descriptors))
-                return
-            for descriptor in descriptors:
-                os.close(descriptor)
-            if ended is not None and fields[0] == "ok":  # its starter was cancelled meanwhile
-                self._tasks.add(task := asyncio.create_task(end_program(self, int(fields[1]), ended)))
-                task.add_done_callback(self._tasks.discard)
+            else:
+                self._undo(fields, descriptors, ended)
+
+    def _undo(self, fields: list[str], descriptors: list[int], ended: asyncio.Future[int] | None) -> None:
+        """Close the descriptors and end the program of an answer whose request was cancelled meanwhile."""
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if ended is not None and fields[0] == "ok":
+            self._tasks.add(task := asyncio.create_task(end_program(self, int(fields[1]), ended)))
+            task.add_done_callback(self._tasks.discard)
 
     def _fail(self) -> None:
         """Answer all that wait: the sandbox has ended."""
@@ -122,7 +125,12 @@ class Sandbox:
             raise SandboxRequestError(f"the sandbox takes no request ({error.strerror}): it has ended. Start another one.") from None
         answer: asyncio.Future[tuple[list[str], list[int]]] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer, ended
-        (state, value, *reason), opened = await answer
+        try:
+            (state, value, *reason), opened = await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:  # cancelled in the step in which it came
+                self._undo(*answer.result(), ended)
+            raise
         if state == "error":
             place = arguments[0] if do in _OF_PLACES else "program"
             raise SandboxRequestError(f"{do} in the sandbox: {reason[0]} ({place}).", int(value))
@@ -362,7 +370,7 @@ async def _started(engine: SandboxEngine) -> Sandbox:
         process = await asyncio.create_subprocess_exec(
             *engine.prefix, str(inner_interpreter(engine.image)), "-I", "-S", supervisor.__file__, str(descriptor),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            env=_environment(engine.image), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
+            env=inner_environment(engine.image), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
     finally:
         os.close(descriptor)
@@ -386,14 +394,7 @@ def _message(number: int, do: str, arguments: Sequence[object]) -> bytes:
         raise SandboxRequestError(f"{do} in the sandbox: {unusable[:100]!r} has a character that no path, word or variable can have.")
     message = supervisor.SEPARATOR.join(fields)
     if len(message) > supervisor.MESSAGE_BYTES:
-        most = supervisor.MESSAGE_BYTES
         raise SandboxRequestError(
-            f"{do} in the sandbox: a request has {len(message):,} bytes, at most {most:,}. Write long words to a file."
+            f"{do} in the sandbox: a request has {len(message):,} bytes, at most {supervisor.MESSAGE_BYTES:,}. Write long words to a file."
         )
     return message
-
-
-def _environment(image: UnpackedImage | None) -> dict[str, str]:
-    names = ("PATH", "LANG", "LC_ALL", "TZ")
-    kept = {name: os.environ[name] for name in names if name in os.environ} if image is None else dict(image.variables)
-    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LOGNAME": "agent"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import tempfile
 import urllib.request
@@ -86,6 +87,28 @@ async def test_run_cancelled_while_its_program_starts_ends_it(sandbox: Sandbox) 
         await running
     await sandbox.run(["true"])  # its start follows that of the other
     await until(lambda: is_true(not _running("sleep", "86417") and not sandbox._ends))
+
+
+async def test_ask_cancelled_with_its_answer_ends_program_and_files(sandbox: Sandbox) -> None:
+    loop = asyncio.get_running_loop()
+    for request in (lambda: sandbox.open_process(["sleep", "86418"]), lambda: sandbox.read("/etc/hostname")):
+        before = _open_files()
+        asking = asyncio.create_task(request())
+        await asyncio.sleep(0)
+        assert sandbox._answers
+        loop.remove_reader(sandbox._control)
+        await asyncio.to_thread(select.select, [sandbox._control], [], [], 30)
+        sandbox._receive()
+        asking.cancel()  # in the step of the event loop in which the answer came
+        loop.add_reader(sandbox._control, sandbox._receive)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await until(lambda: is_true(not _running("sleep", "86418") and not sandbox._ends))
+        assert _open_files() == before
+
+
+def _open_files() -> int:
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 def _running(*command: str) -> bool:
