@@ -143,6 +143,7 @@ class Client:
         stored, tasks = self._required_data(TRAIN)
         if TEST in self._data:
             sampling_of(self.settings.runner, Mode.VALIDATE)  # raises now what would else end the script after the training
+        pinned_prompt(self.settings)  # raises before workers start
         follow = bool(self._queue.demand()["branches"]) if follow_demand is None else follow_demand
         rollouts = [] if follow else self._epochs(stored, tasks, epochs)
         counted = [rollout for rollout in rollouts if rollout.mode is Mode.TRAIN]
@@ -184,6 +185,8 @@ class Client:
         """
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
+        sampling_of(self.settings.runner, Mode.VALIDATE)  # as the next line, raises before workers start
+        pinned_prompt(self.settings)
         with ProgressLine("test data", len(self._data[TEST][1])) as show, self._workers(work, n_workers) as workers:
             tally = RolloutTally()
             run = _TrainRun(work, workers, show, progress_total=tally, cursor=self._queue.cursor())

@@ -11,8 +11,8 @@ class PromptSettings(Section):
     """Settings of the prompts that agents fetch, and of the search for better ones (`spangrad prompt optimise`)."""
 
     pin: str | None = None
-    """Name of the prompt whose published version is pinned to every rollout of `spangrad run` when it is enqueued. None: no prompt is
-    pinned; an agent that fetches prompts then keeps the version that it got first in the attempt."""
+    """Name of the prompt whose published version is pinned to every rollout of `spangrad run` and `spangrad.Client` when it is enqueued.
+    None: no prompt is pinned; an agent that fetches prompts then keeps the version that it got first in the attempt."""
     variable: str = Field(default="SPANGRAD_PROMPT", pattern="^[A-Za-z_][A-Za-z0-9_]*$")
     """Environment variable in which a program finds the text of the prompt that its attempt is pinned to."""
     critic_url: str | None = None

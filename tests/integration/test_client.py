@@ -236,6 +236,16 @@ def test_client_train_with_unusable_sampling_raises_first(tmp_path: Path) -> Non
         assert client._queue.states() == {}
 
 
+def test_client_with_unpublished_prompt_starts_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "_workers", None)
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    with queue_server(settings, tmp_path / "queue.log"):
+        client = Client(settings.queue.url or "", settings={"prompts.pin": "solver"}).upload_data([{"q": 1}], test_file=[{"q": 2}])
+        for call in (client.train, client.validate):
+            with pytest.raises(PromptError, match="solver"):
+                call(place)
+
+
 UNGUARDED = """
     import sys
     import spangrad
