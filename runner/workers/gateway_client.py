@@ -13,7 +13,16 @@ import msgspec
 from pydantic import SecretStr
 
 from spangrad.errors import GatewayError
-from spangrad.http.announcements import AnnouncedAttempt, AnnouncementRequest, StageRequest, StartedStage
+from spangrad.http.announcements import (
+    AnnouncedAttempt,
+    AnnouncementRequest,
+    AttemptKey,
+    CountedAttempt,
+    CountedAttempts,
+    CountRequest,
+    StageRequest,
+    StartedStage,
+)
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.batches import Batches
 from spangrad.http.service import RequestError, gateway_service
@@ -26,23 +35,6 @@ _REQUEST_SECONDS = 20.0
 """The gateway may wait 10 s for calls in flight before it counts them."""
 
 _logger = logging.getLogger(__name__)
-
-
-class CallCount(msgspec.Struct, frozen=True):
-    """Policy calls of an attempt, as the gateway counted them."""
-
-    calls: int | None
-    """Number of accepted calls. None: the gateway does not know the attempt any more."""
-    overflowed: bool
-    """True if the engine refused the last completed call because its prompt was longer than the model's context."""
-    closed: str
-    """Reason for which the gateway answers no more of its calls, such as `token_budget` or `run_timeout`; empty: it does."""
-    in_flight: int = 0
-    """Number of calls that have not ended."""
-
-
-class _Counts(msgspec.Struct, frozen=True):
-    attempts: list[CallCount]
 
 
 class _PolicyState(msgspec.Struct, frozen=True):
@@ -104,7 +96,7 @@ class GatewayClient:
         """
         await self._starting.ask(stage)
 
-    async def calls(self, key: RolloutKey) -> CallCount | None:
+    async def calls(self, key: RolloutKey) -> CountedAttempt | None:
         """Count an attempt's policy calls, waiting for those in flight. None: the gateway does not know the attempt any more.
 
         Raises:
@@ -126,9 +118,9 @@ class GatewayClient:
         await self._client.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
         return [None] * len(stages)
 
-    async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[CallCount]:
-        names = [{"rollout_id": key.rollout_id, "attempt": key.attempt} for key in keys]
-        return (await self._client.ask("POST", "/attempts/calls", _Counts, {"attempts": names, "wait": wait})).attempts
+    async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[CountedAttempt]:
+        request = CountRequest(attempts=[AttemptKey(key.rollout_id, key.attempt) for key in keys], wait=wait)
+        return (await self._client.ask("POST", "/attempts/calls", CountedAttempts, request)).attempts
 
     async def served(self, policy: str) -> int | None:
         """Return the version of a policy that is served. None: its engine is not admitted, or the gateway does not know the policy.

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from runner.workers.gateway_client import CallCount, GatewayClient
-from spangrad.http.announcements import AnnouncedAttempt, StartedStage
+from runner.workers.gateway_client import GatewayClient
+from spangrad.http.announcements import AnnouncedAttempt, CountedAttempt, StartedStage
 from spangrad.types import Mode, RolloutKey, Stage
 from tests.support.gateways import ASKED, staged
 
@@ -19,6 +19,10 @@ def announced(key: RolloutKey) -> AnnouncedAttempt:
     return AnnouncedAttempt(rollout_id=key.rollout_id, attempt=key.attempt, run_id=key.run_id, mode=Mode.TRAIN, traceparent=TRACEPARENT)
 
 
+def counted(calls: int, *, overflowed: bool = False) -> CountedAttempt:
+    return CountedAttempt(calls, overflowed=overflowed, in_flight=0, closed="")
+
+
 @pytest.mark.parametrize("name", ["r", "nightly/12", "what?", "n#1", "50%25", "a b", "é"])
 async def test_gateway_client_rollout_of_any_name_has_own_endpoint_and_count(name: str) -> None:
     async with staged() as stage:
@@ -26,10 +30,10 @@ async def test_gateway_client_rollout_of_any_name_has_own_endpoint_and_count(nam
         key = RolloutKey("run", name, 0)
         try:
             await client.announce(announced(key))
-            assert await client.calls(key) == CallCount(0, overflowed=False, closed="")
+            assert await client.calls(key) == counted(0)
             async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
                 assert answer.status == 200
-            assert await client.calls(key) == CallCount(1, overflowed=False, closed="")
+            assert await client.calls(key) == counted(1)
             (span,) = await stage.spans()
             assert span.attributes["spangrad.rollout.id"] == name
         finally:
@@ -41,7 +45,7 @@ async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
         client = GatewayClient(str(stage.client._base_url), None)
         key = RolloutKey("run", "r", 0)
 
-        async def call(status: int, refusal: str) -> CallCount | None:
+        async def call(status: int, refusal: str) -> CountedAttempt | None:
             stage.engine.status, stage.engine.refusal = status, refusal
             async with stage.client.post(f"{client.endpoint(key)}/chat/completions", json=ASKED) as answer:
                 assert answer.status == status
@@ -49,10 +53,10 @@ async def test_gateway_client_calls_reports_overflowed_last_call() -> None:
 
         try:
             await client.announce(announced(key))
-            assert await call(400, "temperature must be non-negative") == CallCount(1, overflowed=False, closed="")
-            assert await call(400, TOO_LONG) == CallCount(2, overflowed=True, closed="")
-            assert await call(200, "") == CallCount(3, overflowed=False, closed=""), "the agent made its prompt shorter"
-            assert await call(500, TOO_LONG) == CallCount(4, overflowed=False, closed="")
+            assert await call(400, "temperature must be non-negative") == counted(1)
+            assert await call(400, TOO_LONG) == counted(2, overflowed=True)
+            assert await call(200, "") == counted(3), "the agent made its prompt shorter"
+            assert await call(500, TOO_LONG) == counted(4)
         finally:
             await client.close()
 
@@ -67,11 +71,11 @@ async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
             call = asyncio.create_task(stage.chat("/rollout/busy/attempt/0"))
             await stage.engine.arrived.wait()
             waiting = asyncio.create_task(client.calls(busy))
-            assert await asyncio.wait_for(client.calls(idle), 2) == CallCount(0, overflowed=False, closed="")
+            assert await asyncio.wait_for(client.calls(idle), 2) == counted(0)
             assert not waiting.done()
             stage.engine.go_on.set()
             assert (await call)[0] == 200
-            assert await waiting == CallCount(1, overflowed=False, closed="")
+            assert await waiting == counted(1)
         finally:
             await client.close()
 
@@ -85,10 +89,10 @@ async def test_gateway_client_stage_limits_calls_and_is_the_reason_with_their_co
             await client.start_stage(StartedStage(rollout_id="r", attempt=0, stage=Stage.RUN, seconds=0.1))
             stage.engine.go_on.clear()
             status, _ = await asyncio.wait_for(stage.chat("/rollout/r/attempt/0"), 30)
-            counted = await client.calls(key)
+            count = await client.calls(key)
             assert status == 410
-            assert counted is not None
-            assert counted.closed == "run_timeout"
+            assert count is not None
+            assert count.closed == "run_timeout"
         finally:
             await client.close()
 
