@@ -82,7 +82,8 @@ class ServiceRelay:
             lifetime = os.pidfd_open(pid)
         except (OSError, ValueError) as error:
             if not isinstance(error, ProcessLookupError):  # otherwise it has ended
-                _logger.warning("process %d of a sandbox reaches no services: %s. %s", pid, error, _REMEDY)
+                remedy = f" {_REMEDY}" if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
+                _logger.warning("process %d of a sandbox reaches no services: %s.%s", pid, error, remedy)
             for descriptor in descriptors:
                 os.close(descriptor)
             return

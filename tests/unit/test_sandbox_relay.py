@@ -59,7 +59,7 @@ async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytes
             socket.send_fds(sandbox, [b"1,2"], [listener.fileno()])
             await until(lambda: is_true(caplog.records))
             assert open_files() == before
-    assert f"process {os.getpid()} of a sandbox reaches no services: [Errno 24] Too many open files." in caplog.text
+    assert f"process {os.getpid()} of a sandbox reaches no services: [Errno 24] Too many open files. Raise the limit" in caplog.text
     assert failures == []
 
 
@@ -76,4 +76,5 @@ async def test_service_relay_descriptor_that_is_no_listener_is_closed(
             await until(lambda: is_true(caplog.records or failures))
             assert open_files() == before
     assert reason in caplog.text
+    assert "Raise the limit" not in caplog.text
     assert failures == []
