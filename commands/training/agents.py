@@ -31,7 +31,7 @@ def command_of(program: str | None, arguments: Sequence[str]) -> tuple[str, ...]
 @Parameter(name="*")
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of commands that run an agent: the agent, where no program is it, and what belongs to it."""
+    """Options of commands that run an agent: a callable or an image in place of a program, and the parts that belong to the agent."""
 
     agent: Annotated[
         str | None, Parameter(help="Python callable of the agent, as MODULE:FUNCTION or FILE.py:FUNCTION, instead of a command.")
@@ -96,7 +96,7 @@ def agent_spec(handler: HandlerSettings, runner: RunnerSettings) -> AgentSpec:
         agent = agent or (None if image or command else REFERENCE)
     if sum(map(bool, (agent, image, command and not image))) != 1:
         raise AgentError("name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment.")
-    functions = {name: word and located(word, directory) for name in ("evaluator", "on_failure") if (word := getattr(handler, name))}
+    functions = {name: located(word, directory) for name in ("evaluator", "on_failure") if (word := getattr(handler, name))}
     common: dict[str, Any] = {**functions, "environment": environment, "directory": directory}
     if agent:
         return CallableAgent(located(agent, directory), **common)

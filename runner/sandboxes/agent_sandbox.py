@@ -105,7 +105,7 @@ def policy_from(
     readable: Sequence[Path] = (),
     services: Mapping[int, tuple[str, int]] = MappingProxyType({}),
 ) -> SandboxPolicy:
-    """Return the rules that settings name, once their image is unpacked; of any sandbox, where their engine is none.
+    """Unpack the image of a runner's sandboxes, and return their policy; with the engine `none`, that of whichever sandbox works here.
 
     Args:
         runner: the settings.

@@ -130,7 +130,7 @@ class UnknownEnvironment:
 
 
 def _health_routes(prefix: str, served: Collection[ServedEnvironment]) -> list[web.RouteDef]:
-    """Return the routes below a path that ask whether environments serve, each by a process at least."""
+    """Return the health routes below a path: environments are healthy while each has at least one process that serves."""
 
     def serves_all() -> bool:
         return all(environment.processes.serving for environment in served)

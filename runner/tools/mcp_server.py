@@ -31,9 +31,7 @@ async def serve(settings: Settings, policy: SandboxPolicy) -> None:
     Raises:
         SandboxError: no sandbox can be started.
     """
-    token = settings.store.token
-    headers = bearer(token.get_secret_value() if token is not None else None)
-    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, bearer(settings.store.token))
     context.attach(environment_context(os.environ))
     try:
         async with open_toolbox(policy, provider) as toolbox, stdio_server() as (reading, writing):
