@@ -26,10 +26,14 @@ class Condition:
     """Text that the pattern is matched against, one row for each call; names of a list are joined by `, `."""
 
 
-def conditions(selection: Selection) -> list[Condition]:
+def conditions(selection: Selection, section: str = "selection") -> list[Condition]:
     """Return the conditions of a selection, one for each pattern that is given, in the order of its fields.
 
     A call that failed before a backend answered names no policy; the model's name that was requested is used instead.
+
+    Args:
+        selection: the patterns.
+        section: the selection's place in the settings, for errors, such as `builder.selection`.
 
     Raises:
         SettingsError: a pattern is no regular expression (in the syntax of Rust's regex crate, which Polars uses).
@@ -43,26 +47,34 @@ def conditions(selection: Selection) -> list[Condition]:
     lists = [("tool", selection.tools, pl.col("Tools")), ("component", selection.components, pl.col("Components"))]
     return [
         *(
-            Condition(what, _matches(name, pattern, what).fill_null(value=False), name)
+            Condition(what, _matches(name, pattern, what, section).fill_null(value=False), name)
             for what, pattern, name in scalars
             if pattern is not None
         ),
         *(
-            Condition(what, names.list.eval(_matches(pl.element(), pattern, what)).list.any().fill_null(value=False), names.list.join(", "))
+            Condition(
+                what,
+                names.list.eval(_matches(pl.element(), pattern, what, section)).list.any().fill_null(value=False),
+                names.list.join(", "),
+            )
             for what, pattern, names in lists
             if pattern is not None
         ),
     ]
 
 
-def expression(selection: Selection) -> pl.Expr:
+def expression(selection: Selection, section: str = "selection") -> pl.Expr:
     """Return the expression that is true for a selected call: all its patterns match. True for every call where there are none.
+
+    Args:
+        selection: the patterns.
+        section: the selection's place in the settings, for errors, such as `trainer.selection`.
 
     Raises:
         SettingsError: a pattern is no regular expression.
     """
     always = pl.col("AgentName").is_null() | pl.lit(value=True)  # a literal alone would not have one row for each call
-    return pl.all_horizontal(always, *(condition.holds for condition in conditions(selection)))
+    return pl.all_horizontal(always, *(condition.holds for condition in conditions(selection, section)))
 
 
 def selected_of(policy: str, selection: Selection) -> pl.Expr:
@@ -74,11 +86,11 @@ def selected_of(policy: str, selection: Selection) -> pl.Expr:
     return (pl.col("Policy") == policy) & expression(selection)
 
 
-def _matches(name: pl.Expr, pattern: str, what: str) -> pl.Expr:
+def _matches(name: pl.Expr, pattern: str, what: str, section: str) -> pl.Expr:
     whole = f"^(?:{pattern})$"
     if fault := pattern_fault(whole):
         raise SettingsError(
-            f"selection.{'policies' if what == 'policy' else f'{what}s'} = {pattern!r} is no regular expression ({fault}). "
+            f"{section}.{'policies' if what == 'policy' else f'{what}s'} = {pattern!r} is no regular expression ({fault}). "
             "Fix it; it must match a name in full."
         )
     return name.str.contains(whole)

@@ -47,7 +47,7 @@ def train(settings: Settings, *, follow: bool) -> None:
     """
     check(settings.trainer)
     check_phases(settings.trainer)
-    expression(settings.trainer.selection)
+    expression(settings.trainer.selection, "trainer.selection")
     shutdown = Shutdown()
     try:
         with shutdown.listening():

@@ -16,7 +16,7 @@ def check(spec: BuilderSettings) -> None:
         SettingsError: a pattern of the selection is no regular expression.
     """
     air.check(spec)
-    conditions(spec.selection)
+    conditions(spec.selection, "builder.selection")
 
 
 def require_unchanged(spec: BuilderSettings, began_as: str) -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from spangrad.errors import SettingsError
 from spangrad.selection import conditions, expression
-from spangrad.settings import Selection
+from spangrad.settings import BuilderSettings, Selection
+from transition_builder.specification import check
 
 CALLS = pl.DataFrame(
     {
@@ -57,5 +58,10 @@ def test_selection_conditions_give_compared_values():
 
 @pytest.mark.parametrize(("field", "pattern"), [("policies", "("), ("tools", "[a"), ("components", "a{2,1}")])
 def test_selection_invalid_pattern_raises_with_field(field: str, pattern: str):
-    with pytest.raises(SettingsError, match=rf"selection\.{field} = .* is no regular expression \(.+\)\. Fix it"):
-        expression(Selection(**{field: pattern}))
+    with pytest.raises(SettingsError, match=rf"^trainer\.selection\.{field} = .* is no regular expression \(.+\)\. Fix it"):
+        expression(Selection(**{field: pattern}), "trainer.selection")
+
+
+def test_specification_check_invalid_pattern_raises_with_setting():
+    with pytest.raises(SettingsError, match=r"^builder\.selection\.agents = '\(' is no regular expression"):
+        check(BuilderSettings(selection=Selection(agents="(")))
