@@ -67,7 +67,7 @@ def export(
     min_margin: float = 0.0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReader:
-    """Write a dataset in one of FORMATS; return what it was read with, for its tally.
+    """Write a dataset in one of FORMATS; return the reader, whose tally has the counts.
 
     Args:
         client: of the store.
