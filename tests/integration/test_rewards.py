@@ -22,6 +22,7 @@ from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import loop
 from transition_builder.rewards import sql
+from transition_builder.source.queries import StoreReader
 
 EXAMPLES = Path(__file__).parents[2] / "examples/rewards"
 
@@ -207,13 +208,25 @@ def test_sql_reward_of_many_rollouts_is_read_in_batches(world: World, tmp_path: 
     (tmp_path / "one.sql").write_text(
         "SELECT arrayJoin({rollouts:Array(String)}) AS RolloutId, 1 AS Value WHERE {since:DateTime64(6)} <= {until:DateTime64(6)};  "
     )
-    spec = BuilderSettings(sql_rewards=("one",), rewards_directory=tmp_path)
+    settings = world.settings(sql_rewards=("one",), rewards_directory=tmp_path)
     frames = world.spans.frames()
     names = [f"{'é' * 100}-{at}" for at in range(1000)]
     rollouts = frames.rollouts.head(1).select("RunId", "Attempt").join(_names(names), how="cross").select("RunId", "RolloutId", "Attempt")
-    read = sql.read(world.client, world.store.url, spec, rollouts, frames.spans, frames.calls)
+    read = sql.read(StoreReader(world.client, settings), settings.builder, rollouts, frames.spans, frames.calls)
     assert read["RolloutId"].to_list() == names
     assert read["Value"].sum() == 1000
+
+
+@pytest.mark.parametrize("columns", ["RolloutId, 1 AS Value, 2 AS Score", "RolloutId", "RolloutId, 'much' AS Value"])
+def test_sql_reward_edited_since_check_raises_builder_error(world: World, tmp_path: Path, columns: str) -> None:
+    file, rollouts = tmp_path / "edited.sql", "FROM (SELECT arrayJoin({rollouts:Array(String)}) AS RolloutId)"
+    file.write_text(f"SELECT RolloutId, 1 AS Value {rollouts}")
+    settings = world.settings(sql_rewards=("edited",), rewards_directory=tmp_path)
+    reader, frames = StoreReader(world.client, settings), world.spans.frames()
+    sql.check(world.client, world.store.url, settings.builder)
+    file.write_text(f"SELECT {columns} {rollouts}")
+    with pytest.raises(BuilderError, match="was changed since the builder began"):
+        sql.read(reader, settings.builder, frames.rollouts, frames.spans, frames.calls)
 
 
 def test_rewards_list_shows_rewards_and_files(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

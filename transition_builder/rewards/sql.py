@@ -27,7 +27,8 @@ from spangrad.settings import BuilderSettings
 from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.frames import concat, conform, empty
 from transition_builder.schemas import ATTEMPT, SQL_REWARDS
-from transition_builder.source.queries import batches, query
+from transition_builder.source.queries import StoreReader, batches, query
+from transition_builder.specification import require_unchanged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,12 +89,11 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
         _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
 
 
-def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
+def read(reader: StoreReader, spec: BuilderSettings, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Evaluate a specification's files, which were checked, for some rollouts.
 
     Args:
-        client: of the store.
-        url: the store's, for errors.
+        reader: queries the store, for the specification as it was when the files were checked.
         spec: names the files.
         rollouts: RunId, RolloutId and Attempt, of the final attempts.
         spans: SPANS of theirs: their times bound the rows that a file reads.
@@ -103,7 +103,7 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
         SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
 
     Raises:
-        BuilderError: a file gives several values to one target.
+        BuilderError: a file was changed since it was checked, or gives several values to one target.
         StoreError: the store does not answer, or refuses.
     """
     names = files_of(spec)
@@ -116,9 +116,10 @@ def read(client: Client, url: str, spec: BuilderSettings, rollouts: pl.DataFrame
     for name in names:
         path = _path(spec, name)
         text, version = statement(path), spec.sql_hash(name)
+        require_unchanged(spec, reader.spec)  # what was checked of the file must hold for this text
         bounds = int(first) // 1000, -(-int(last) // 1000)  # type: ignore[arg-type]
         key_batches = batches(requested["RolloutId"]) if "rollouts" in _PARAMETER.findall(text) else [_NO_ROLLOUTS]
-        results = [_query(client, url, path, f"SELECT * FROM (\n{_filled(text, key_batch, *bounds)}\n)") for key_batch in key_batches]
+        results = [_query(reader, path, f"SELECT * FROM (\n{_filled(text, key_batch, *bounds)}\n)") for key_batch in key_batches]
         rewards.append(_rows(pl.concat(results, how="vertical_relaxed"), requested, path, version))
     return concat(rewards, SQL_REWARDS)
 
@@ -138,9 +139,9 @@ def _filled(sql: str, rollouts: Iterable[bytes], since: int, until: int) -> str:
     return _PARAMETER.sub(lambda match: values[match[1]], sql)
 
 
-def _query(client: Client, url: str, path: Path, sql: str) -> pl.DataFrame:
+def _query(reader: StoreReader, path: Path, sql: str) -> pl.DataFrame:
     try:
-        return query(client, url, sql)
+        return query(reader.client, reader.url, sql)
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error
 

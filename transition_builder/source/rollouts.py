@@ -219,7 +219,7 @@ class RolloutReader:
         spans, calls = conform(arrivals, SPANS).rechunk(), calls.rechunk()
         answered = self._answers(spans, calls)
         reader, spec = self._reader, self._settings.builder
-        given = sql.read(reader.client, reader.url, spec, rollouts, spans, calls)
+        given = sql.read(reader, spec, rollouts, spans, calls)
         responded, records = responses.read(reader, spec, spans, answered), tool_records.read(reader, spec, spans)
         return Frames(rollouts, spans, calls, answered, given, responded, dropped, owners, *records)
 
