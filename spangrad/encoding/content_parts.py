@@ -25,6 +25,8 @@ NAMES: Final = tuple(sorted(_UNTYPED, reverse=True))
 """Types and fields without one of which JSON holds no such part; of two that begin alike the longer stands first."""
 _NESTED = ("choices", "message", "content", "output", "outputs", "parts")
 """Fields that hold content. A tool call's `input` and `arguments`, and a tool's schema, are not among them."""
+FIELDS: Final = ("type", "modality", *_NESTED, *NAMES)
+"""Fields of an object that are looked at; the others say nothing of its modality."""
 
 
 def modality(contents: Iterable[Any], prompt_embeds: object = None) -> str:

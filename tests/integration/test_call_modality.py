@@ -80,7 +80,9 @@ def test_calls_insert_accepts_any_relaxed_and_modality_attribute(
         ({"input.value": request({"image_url": {"url": "data:\n" + "A" * 100}})}, "image"),  # vLLM takes parts that name no type
         ({"input.value": request({"type": "image"}).replace('"image"', '"\\u0069mage"')}, "image"),
         ({"input.value": json.dumps({"prompt": "say", "prompt_embeds": "AAAA"})}, "embeddings"),
+        ({"input.value": json.dumps({"model": "policy", "prompt_embeds": "A" * 200})}, "embeddings"),
         ({"input.value": json.dumps({"messages": [{"role": "assistant", "content": [TOOL_USE]}]})}, ""),
+        ({"input.value": json.dumps({"messages": [{"content": [TOOL_USE, {"type": "text", "text": 'é\n"' * 99}]}]})}, ""),
         ({"input.value": json.dumps({"messages": [], "audio": {"voice": "alloy"}})}, ""),
         ({"gen_ai.input.messages": json.dumps([{"role": "user", "parts": [{"type": "uri", "modality": "video", "uri": "u"}]}])}, "video"),
         ({"input.value": '"type": "' * 10_000}, ""),

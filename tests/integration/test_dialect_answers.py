@@ -19,7 +19,7 @@ from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.dialects import golden_files
 from transition_builder import dialects
-from transition_builder.dialects.answers import ANSWER_SQL
+from transition_builder.dialects.answers import ANSWER_SQL, with_modality
 
 SAMPLING = {
     "temperature": 0.5,
@@ -140,6 +140,46 @@ def test_answer_sql_reads_ids_of_every_dialect(store: StoreSettings, attributes:
     sampling = tuple(SAMPLING.values())
     unknown = (None,) * len(sampling)
     assert {tuple(row[2 + width : 2 + width + len(sampling)]) for row in rows} == {sampling if row[1] else unknown for row in expected}
+
+
+IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:" + "A" * 9999}}]}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"file": {"type": "string"}, "image": {}}}}}]
+MESSAGE = {"role": "assistant", "content": "so", "audio": None}
+SPEECH = {**MESSAGE, "audio": {"id": "a", "data": "A" * 9999}}
+MANY = {"messages": [{"role": "user", "content": "t"}] * 9999 + IMAGE["messages"]}
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "message", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": 'of "image" and "file"'}], "tools": TOOLS}, MESSAGE, []),
+        (
+            {**IMAGE, "tools": TOOLS},
+            MESSAGE,
+            [{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "n"}}]}]}],
+        ),
+        (IMAGE["messages"], MESSAGE, [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "n"}}]}]]),
+        ({"prompt_embeds": "A" * 9999, "model": "m"}, MESSAGE, [{"prompt_embeds": "n"}]),
+        ({"prompt": "say"}, SPEECH, [{"choices": [{"message": {**MESSAGE, "audio": {"id": "a", "data": "n"}}}] * 2}]),
+        (MANY, MESSAGE, [[{"type": "image_url"}]]),
+    ],
+    ids=["tools", "image", "messages alone", "embeddings", "speech", "long"],
+)
+def test_answer_sql_returns_structure_of_content_of_first_choice(
+    store: StoreSettings, request_fields: object, message: dict[str, Any], expected: list[Any]
+) -> None:
+    trace = uuid.uuid4().hex
+    answer = {**ANSWER, "choices": [{**CHOICE, "index": index, "message": message} for index in (0, 1)]}
+    (own,) = sent(store, trace, [("a", "answered", {"input.value": json.dumps(request_fields), "output.value": json.dumps(answer)})])
+    parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
+    rows = connect(store).query(f"SELECT ChoiceIndex, Contents FROM ({ANSWER_SQL}) ORDER BY ChoiceIndex", parameters).result_rows
+    assert [(index, [json.loads(text) for text in texts]) for index, texts in rows] == [(0, [[], *expected]), (1, [])]
+
+
+def test_with_modality_gives_every_choice_the_modality_of_its_span() -> None:
+    part = '[{"type":"image"}]'
+    rows = pl.DataFrame({"TraceId": ["t"] * 3, "SpanId": ["a", "a", "b"], "ChoiceIndex": [0, 1, 0], "Contents": [[part], [], ["[]"]]})
+    assert with_modality(rows)["Modality"].to_list() == ["image", "image", ""]
 
 
 def _placed(row: Row) -> Row:

@@ -25,6 +25,7 @@ from transition_builder.dialects import scopes
 from transition_builder.dialects.conventions import agent_lightning, mlflow
 from transition_builder.dialects.describe import conventions
 from transition_builder.dialects.reading import attribute, unquoted
+from transition_builder.schemas import SPAN
 
 ANSWER_ATTRIBUTES = (semconv.OPENINFERENCE_OUTPUT, mlflow.OUTPUTS, agent_lightning.OUTPUT)
 """Attributes that may hold an engine's raw answer."""
@@ -61,10 +62,18 @@ _WEAVE_IDS = (
 
 _CONVERSATION = ("messages", "input", "prompt", "system")
 """Fields of a request that hold its prompt."""
-_TYPE = re.compile(rb'"(?:type|modality)"\s*:\s*"([a-z_]+)"')
-"""Pattern of the type of a part in JSON; a text's own quotes are escaped there."""
-_MARKS = [*(f'"{name}"' for name in content_parts.NAMES), '"prompt_embeds"', "\\u006", "\\u007"]
-"""Texts without one of which JSON holds nothing but text; the last ones begin a letter that is escaped."""
+_LOOKED_AT = (*_CONVERSATION, "prompt_embeds", *content_parts.FIELDS)
+_NAMES = "|".join(content_parts.NAMES)
+_TYPE = rf'"(?:type|modality)"\s*:\s*"({_NAMES})"'
+"""Pattern of the type of a part in JSON that cannot be decoded; a text's own quotes are escaped there."""
+_MARK = rf'"(?:{_NAMES}|prompt_embeds)"\s*(?:[,}}\]]|$|:\s*[^\sn])|\\u00[67]'
+"""Pattern of JSON that may hold something else than text: a type, a field that is not null, or a letter that is escaped."""
+_TOKEN = r'"(?:[^"\\]|\\.)*"|[^"]+'
+"""Pattern that splits JSON into its strings and what is between them."""
+_LONGEST_NAME = 2 + len("\\u0000") * max(map(len, _LOOKED_AT))
+"""Length of a string of JSON above which it is no name that is looked at, escaped or not."""
+_CONTENT_BYTES = 65536
+"""Length of a request's or an answer's structure above which only the types in it leave the database."""
 
 
 def _attribute_sql(name: str) -> str:
@@ -80,16 +89,46 @@ def _ids(*names: str) -> str:
     return f"JSONExtract({_first(*names)}, 'Array(UInt32)')"
 
 
+def _literal(pattern: str) -> str:
+    return "'" + pattern.replace("\\", "\\\\") + "'"
+
+
+def _object(fields: str, value: str = "field.2") -> str:
+    """Return SQL for JSON of an object's fields (name, raw value) that are looked at."""
+    named = f"arrayFilter(field -> field.1 IN {_LOOKED_AT}, {fields})"
+    return f"concat(char(123), arrayStringConcat(arrayMap(field -> concat(toJSONString(field.1), ':', {value}), {named}), ','), char(125))"
+
+
+def _parts(types: str) -> str:
+    """Return SQL for JSON of parts that have nothing but a type."""
+    return f"toJSONString(arrayMap(type -> map('type', type), arrayDistinct({types})))"
+
+
+_HAS_MARK = f"match(text, {_literal(_MARK)})"
+_TYPED = _parts(f"extractAll(text, {_literal(_TYPE)})")
+_CHOICES = f"arrayMap(choice -> {_object('JSONExtractKeysAndValuesRaw(choice)')}, JSONExtractArrayRaw(field.2))"
+_FIELD = f"if(field.1 = 'choices', concat('[', arrayStringConcat({_CHOICES}, ','), ']'), field.2)"
+_CONTENT = f"""multiIf(
+            NOT isValidJSON(text), if(substring(trimLeft(text), 1, 1) IN (char(123), '['), {_TYPED}, ''),
+            JSONType(text) = 'Object', {_object("JSONExtractKeysAndValuesRaw(text)", _FIELD)},
+            JSONType(text) = 'Array', JSONExtractRaw(text),
+            ''
+        )"""
+_SHORTENED = f"if(startsWith(token, '\"') AND length(token) > {_LONGEST_NAME}, '\"n\"', token)"
+
+
 ANSWER_SQL = f"""
 WITH
     {_first(*ANSWER_ATTRIBUTES)} AS value,
-    arrayConcat(
-        arrayMap(
-            type -> toJSONString(map('type', type)),
-            mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes))
-        ),
-        [{_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, value]
-    ) AS texts,
+    -- Request and answer, where they may hold something else than text: the fields that are looked at, long strings as "n".
+    arrayMap(
+        text -> arrayStringConcat(arrayMap(token -> {_SHORTENED}, extractAll(text, {_literal(_TOKEN)}))),
+        arrayFilter(text -> {_HAS_MARK}, arrayMap(
+            text -> {_CONTENT},
+            arrayFilter(text -> {_HAS_MARK}, [{_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, value])
+        ))
+    ) AS contents,
+    mapValues(mapFilter((name, value) -> endsWith(name, '.message_content.type'), SpanAttributes)) AS types,
     JSONExtract(value, '{_ANSWER}') AS answer,
     {_ids("prompt_token_ids", f"{_WEAVE}.prompt_token_ids")} AS prompt_ids,
     {_ids("response_token_ids", *_WEAVE_IDS)} AS response_ids,
@@ -130,19 +169,19 @@ SELECT
     sampling.temperature AS Temperature, sampling.top_p AS TopP, sampling.top_k AS TopK, sampling.min_p AS MinP,
     sampling.presence_penalty AS PresencePenalty, sampling.frequency_penalty AS FrequencyPenalty,
     sampling.repetition_penalty AS RepetitionPenalty, sampling.constrained AS Constrained,
-    -- Without encoded images, which are long; the letter makes an escape of a backslash before one.
-    arrayMap(
-        text -> replaceRegexpAll(text, '[A-Za-z0-9+/=_-]{{64,}}', 'n'), arrayFilter(text -> multiSearchAny(text, {_MARKS}), texts)
-    ) AS Contents
+    if(place > 1, [], arrayConcat(
+        [{_parts(f"arrayIntersect(types, {list(content_parts.NAMES)})")}],
+        arrayMap(text -> if(length(text) > {_CONTENT_BYTES}, {_TYPED}, text), contents)
+    )) AS Contents
 FROM otel.otel_traces
-LEFT ARRAY JOIN choices AS choice
+LEFT ARRAY JOIN choices AS choice, arrayEnumerate(choices) AS place
 WHERE ServiceName IN %(services)s AND SpanName IN %(names)s
     AND Timestamp BETWEEN fromUnixTimestamp64Nano(%(first)s) AND fromUnixTimestamp64Nano(%(last)s)
     AND TraceId IN %(traces)s AND SpanId IN %(spans)s
 LIMIT 1 BY TraceId, SpanId, ChoiceIndex
 """
 """Query of the engine's extra fields, typed in the database: a row a choice, one empty row where the span holds no answer with ids.
-Contents: prompt and response as JSON, where they may hold something else than text.
+Contents, of a span's first choice: prompt and response as JSON without long strings, where they may hold something else than text.
 
 Parameters: services, names, traces, spans (tuples of text), first, last (nanoseconds since the epoch)."""
 
@@ -150,7 +189,8 @@ Parameters: services, names, traces, spans (tuples of text), first, last (nanose
 def with_modality(rows: pl.DataFrame) -> pl.DataFrame:
     """Return rows of `ANSWER_SQL`, with the column Modality in place of Contents."""
     contents = rows["Contents"].cast(pl.List(pl.Binary))  # a store may hold text that is not UTF-8
-    return rows.drop("Contents").with_columns(Modality=pl.Series([_modality(texts) for texts in contents.to_list()], dtype=pl.String))
+    modality = pl.Series([_modality(texts) for texts in contents.to_list()], dtype=pl.String)
+    return rows.drop("Contents").with_columns(Modality=modality).with_columns(pl.col("Modality").max().over(SPAN))
 
 
 def _modality(texts: Iterable[bytes]) -> str:
@@ -159,12 +199,13 @@ def _modality(texts: Iterable[bytes]) -> str:
         try:
             value = msgspec.json.decode(text)
         except JSON_ERRORS:
-            # An attribute that was cut.
-            contents += [{"type": name.decode()} for name in _TYPE.findall(text)] if text[:1] in (b"{", b"[") else []
+            # Nested too deep.
+            contents += [{"type": name.decode()} for name in re.findall(_TYPE.encode(), text)]
             continue
-        prompts = [value[name] for name in _CONVERSATION if name in value] if isinstance(value, dict) else []
+        fields = value if isinstance(value, dict) else {}
+        prompts = [fields[name] for name in (*_CONVERSATION, "prompt_embeds") if name in fields]
         contents += prompts or [value]
-        prompt_embeds += [value.get("prompt_embeds")] if prompts else []
+        prompt_embeds += [fields.get("prompt_embeds")]
     return content_parts.modality(contents, any(prompt_embeds))
 
 
