@@ -123,8 +123,10 @@ def test_step_asks_no_more_of_the_ledger_after_a_hundred_times_as_many_steps(tmp
     for steps in (30, 3000):
         trainer = trainer_after(steps, tmp_path / f"{steps}", max_staleness)
         counts.append(work(trainer.ledger.database, partial(train, trainer, "e", "f")))
+        # A machine that is busy meanwhile has heartbeats and looks in between: the lesser of two steps has few of them.
+        counts[-1] = min(counts[-1], work(trainer.ledger.database, partial(train, trainer, "g", "h")))
         consumed = Consumption(trainer.ledger, trainer.settings.trainer, SPEC).read()
-        assert (consumed.steps, consumed.trained) == (steps + 2, GROUPS * (steps - 1) + 6)
+        assert (consumed.steps, consumed.trained) == (steps + 3, GROUPS * (steps - 1) + 8)
         assert trainer.demand.figures(0)["groups_wanted"] >= consumed.groups
         trainer.close()
         trainer.ledger.close()
