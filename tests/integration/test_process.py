@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +86,16 @@ class Receiver(HttpServer):
         return 204, {}, b""
 
 
-async def lines(settings: Settings, request: dict[str, Any]) -> list[tuple[float, Any]]:
-    """Lines of a stream, each with its time of arrival."""
+async def lines(settings: Settings, request: dict[str, Any], arrived: Callable[[], None] = lambda: None) -> list[tuple[float, Any]]:
+    """Lines of a stream, each with its time of arrival; `arrived` is called at each."""
     headers = {"Accept": "application/x-ndjson"}
     async with aiohttp.ClientSession(settings.queue.url) as session, session.post("/v1/process", json=request, headers=headers) as answer:
         assert (answer.status, answer.content_type) == (200, "application/x-ndjson")
-        return [(time.monotonic(), json.loads(line)) async for line in answer.content]
+        received: list[tuple[float, Any]] = []
+        async for line in answer.content:
+            received.append((time.monotonic(), json.loads(line)))
+            arrived()
+        return received
 
 
 @pytest.fixture
@@ -196,10 +200,11 @@ async def test_process_docs_curl_command_gets_a_trajectory_of_each_rollout(setti
 async def test_process_answers_without_turns_for_rollouts_that_never_began(settings: Settings) -> None:
     request = of_run(wait_seconds=60)
     async with serving(settings) as (client, _):
-        waiting = asyncio.create_task(lines(settings, request))
+        ended = asyncio.Event()
+        waiting = asyncio.create_task(lines(settings, request, ended.set))
         await until(lambda: has_runs(client))
         await client.cancel(RolloutSelector(run_id=request["run_id"], group_id="first/1"))
-        await asyncio.sleep(0.5)
+        await asyncio.wait_for(ended.wait(), 30)
         cancelled_at = time.monotonic()
         await client.cancel(RolloutSelector(run_id=request["run_id"]))
         (first, trajectory), *others, (_, last) = await asyncio.wait_for(waiting, 30)
