@@ -242,12 +242,12 @@ def test_collect_action_adds_conversations_of_a_rollout_once(page: ActingPage) -
 def test_action_that_cannot_be_written_down_is_not_begun(page: ActingPage, store: StoreSettings) -> None:
     silent = store.model_copy(update={"otlp_endpoint": "http://127.0.0.1:9"})
     chosen = Settings(store=silent, trainer=page.trainer.settings.trainer, gateway=GatewaySettings(url=page.gateway.url))
-    asked = len(page.gateway.publications)
+    published = len(page.gateway.publications)
     with running_page(chosen) as url:
         acting = ActingPage(url, silent, page.trainer, page.gateway, page.queue, page.builder, page.rollout, page.examples)
         status, sentence = acting.act({**OF_VERSION, "action": "publish", "version": 1})
     assert (status, "the span store's receiver at http://127.0.0.1:9 does not answer" in sentence) == (503, True)
-    assert len(page.gateway.publications) == asked
+    assert len(page.gateway.publications) == published
 
 
 def test_page_without_actions_offers_none(page: ActingPage, store: StoreSettings) -> None:

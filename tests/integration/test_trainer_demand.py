@@ -196,8 +196,8 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
 
 def test_demand_state_over_http_is_checked(queue: Queue):
     there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
-    asked = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
-    assert state(there, "a run/1", asked) == DemandState(groups=12, enqueued=0, cancelled=0, branches=[])
+    request = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
+    assert state(there, "a run/1", request) == DemandState(groups=12, enqueued=0, cancelled=0, branches=[])
     body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, body, "Bearer secret")]
@@ -210,9 +210,9 @@ def test_demand_state_over_http_is_checked(queue: Queue):
     ):
         queue.answer = answer
         with pytest.raises(QueueError, match=message):
-            state(there, "run", asked)
+            state(there, "run", request)
     with pytest.raises(QueueError, match=r"queue\.url is not set"):
-        state(QueueSettings(), "run", asked)
+        state(QueueSettings(), "run", request)
 
 
 class Runner(FakeSource):
@@ -268,9 +268,9 @@ def test_demand_with_absent_queue_warns_once_and_does_not_block(
     queue.answer = None
     trainer.demand.call()
     assert queue.groups == 4
-    asked = len(queue.asked)
+    sent = len(queue.asked)
     trainer.demand.call()
-    assert len(queue.asked) == asked, "nothing has changed"
+    assert len(queue.asked) == sent, "nothing has changed"
     monkeypatch.setattr(demand_module, "REPEAT_SECONDS", 0.0)
     skip(trainer.ledger, [group("x")], SkipReason.EQUAL)
     trainer.demand.call()

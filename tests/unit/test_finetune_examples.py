@@ -301,7 +301,7 @@ def test_read_examples_every_row_is_trained_held_out_or_left_out(
     assert not {example.unit for example in examples.trained} & {
         example.unit for example in examples.held_out if example.origins[0].group.mode in {"train", "production"}
     }
-    assert not [one for one in examples.trained if one.origins[0].group.mode in {"validate", "probe"}]
+    assert not [example for example in examples.trained if example.origins[0].group.mode in {"validate", "probe"}]
     assert digest_of(examples.trained) == digest_of(read(policy, file, settings=settings).trained), "the same files give the same examples"
 
 

@@ -32,7 +32,6 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
-from trainer.ledger.batch_rollouts import FinishedGroups
 from trainer.ledger.file_batches import FileBatch
 from trainer.ledger.lineage import VersionLine, ancestry, free_number, has_other_children, head_of, parents
 from trainer.ledger.skipped_groups import SkippedGroups
@@ -259,7 +258,7 @@ class Ledger:
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
-    def finished_groups(self, run_id: str, build_spec: str, *, finetuned: bool = True) -> FinishedGroups:
+    def finished_groups(self, run_id: str, build_spec: str, *, finetuned: bool = True) -> batch_rollouts.FinishedGroups:
         """Return the groups that must not be taken: leased or trained under any specification, or skipped under this one.
 
         With `finetuned` also those of which a run over files trained a rollout.
