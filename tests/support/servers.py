@@ -380,8 +380,10 @@ def raw_server(answers: list[bytes]) -> Generator[str]:
                 connection, _ = server.accept()
             except OSError:
                 return  # the test is over
-            with connection:
-                connection.recv(65536)
+            with connection, connection.makefile("rb") as request:
+                # A socket that is closed before all of its request was read resets the connection, and the answer is lost.
+                length = int(http.client.parse_headers(request).get("Content-Length", 0)) if request.readline() else 0
+                request.read(length)
                 connection.sendall(answers.pop(0) if len(answers) > 1 else answers[0])
 
     with socket.create_server(("127.0.0.1", 0)) as server:
