@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
+import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -24,8 +25,12 @@ from spangrad.settings import EnvironmentServiceSettings
 from tests.support.virtual_time import run_in_virtual_time
 
 
+NO_PROCESS = 2**22 + 1
+"""Id above the largest of Linux: a signal to it reaches no process, while one to the group 0 would end all processes of the tests."""
+
+
 class FakeProcess(ShardProcess):
-    """A process whose environments are created at once, and which ends when it is told to."""
+    """A process whose environments are created at once, which answers pings, and which ends when it is told to."""
 
     @classmethod
     async def start(cls, command: ShardCommand) -> FakeProcess:
@@ -38,11 +43,13 @@ class FakeProcess(ShardProcess):
 
     @property
     def pid(self) -> int:
-        return 0
+        return NO_PROCESS
 
     def send(self, frame: Frame) -> None:
         if frame.kind is FrameKind.OPEN:
             self.users[frame.session].receive(Frame(FrameKind.OPEN, frame.session))
+        elif frame.kind is FrameKind.PING:
+            self.answered = time.monotonic()
 
     async def stop(self) -> None:
         pass
@@ -145,7 +152,9 @@ def test_shards_start_of_process_that_hangs_raises_with_its_id(monkeypatch: pyte
     async def scenario() -> None:
         shards = Shards(ShardCommand("games:Chess", Path(), {}), 2, 1.0)
         try:
-            with pytest.raises(EnvironmentsError, match=r"games:Chess was not created within 300 s \(process 0\)\. Its own messages"):
+            with pytest.raises(
+                EnvironmentsError, match=rf"games:Chess was not created within 300 s \(process {NO_PROCESS}\)\. Its own messages"
+            ):
                 await shards.start()
         finally:
             await shards.stop()
