@@ -44,12 +44,19 @@ def provider(monkeypatch: pytest.MonkeyPatch) -> CountingProvider:
 async def test_flusher_attempts_that_end_soon_after_another_share_its_flush(
     provider: CountingProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flushing, "_GATHER_SECONDS", 0.2)
+    next_turn, are_gathered = asyncio.sleep, asyncio.Event()
+
+    async def gather(seconds: float) -> None:
+        assert seconds == flushing._GATHER_SECONDS
+        await are_gathered.wait()
+
+    monkeypatch.setattr(flushing.asyncio, "sleep", gather)
     flusher = flushing.Flusher()
-    ended = [asyncio.create_task(flusher.flush())]
-    for _ in range(4):
-        await asyncio.sleep(0.005)
+    ended = list[asyncio.Task[bool]]()
+    for _ in range(5):
         ended.append(asyncio.create_task(flusher.flush()))
+        await next_turn(0)
+    are_gathered.set()
     assert await asyncio.gather(*ended) == [True] * 5
     assert provider.flushes == 1
 
@@ -64,9 +71,9 @@ async def test_flusher_attempt_that_ends_after_a_flush_has_another(provider: Cou
 async def test_flusher_flush_does_not_wait_for_threads_of_agents(provider: CountingProvider) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     tool_ends = threading.Event()
-    tool = asyncio.create_task(asyncio.to_thread(tool_ends.wait, 30))
+    tool = asyncio.create_task(asyncio.to_thread(tool_ends.wait, 60))
     try:
-        assert await asyncio.wait_for(flushing.Flusher().flush(), 5)
+        assert await asyncio.wait_for(flushing.Flusher().flush(), 30)
     finally:
         tool_ends.set()
     assert await tool
@@ -80,11 +87,11 @@ async def test_flusher_processor_that_raises_leaves_spans_sent(
     provider = TracerProvider()
     monkeypatch.setattr("spangrad.agent.flushing.trace.get_tracer_provider", lambda: provider)
     provider.add_span_processor(FailingProcessor(error))
-    assert not await asyncio.wait_for(flushing.Flusher().flush(), 5)
+    assert not await asyncio.wait_for(flushing.Flusher().flush(), 30)
     with OtlpSink() as sink:
         provider.add_span_processor(ours := LosslessSpanProcessor(f"{sink.url}/v1/traces", delay_seconds=60))
         provider.get_tracer("agent").start_span("last").end()
-        assert await asyncio.wait_for(flushing.Flusher().flush(), 5)
+        assert await asyncio.wait_for(flushing.Flusher().flush(), 30)
         assert [span.name for span in sink.spans] == ["last"]
         ours.shutdown()
     assert f"a span processor fails in force_flush: {type(error).__name__}: {error}\n" in capsys.readouterr().err
