@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -136,17 +135,15 @@ async def test_ingest_holds_budget_of_queued_bodies_until_committed() -> None:
 
 def test_inserter_bodies_waiting_during_commit_join_next_one() -> None:
     commits = RecordedCommits()
-    inserter = Inserter("test", commits, linger_seconds=0.5)
+    inserter = Inserter("test", commits, linger_seconds=0)
     first = inserter.submit(Piece("a"))
     commits.entered.wait(10)
-    early = inserter.submit(Piece("b"))
-    time.sleep(0.6)  # longer than the linger: when the commit ends, nothing but the commit's own end keeps b waiting
+    inserter._linger = 60.0
+    inserter.submit(Piece("b"))
+    inserter._queue[0].since -= 61  # longer than the linger: when the commit ends, nothing but the commit's own end keeps b waiting
     commits.gate.set()
     first.result(10)
-    late = inserter.submit(Piece("c"))
-
-    for future in (early, late):
-        future.result(10)
+    inserter.submit(Piece("c"))
+    inserter.close()
 
     assert commits.committed == ["a", "bc"]
-    inserter.close()
