@@ -53,7 +53,7 @@ def frame_server(send: Callable[[socket.socket, threading.Event], None]) -> Gene
 
 def test_receive_from_server_that_only_pings_times_out() -> None:
     def ping(connection: socket.socket, done: threading.Event) -> None:
-        end = time.monotonic() + 5
+        end = time.monotonic() + 30
         while not done.wait(0.05) and time.monotonic() < end:
             connection.sendall(frame(PING, b"x"))
 
@@ -63,17 +63,17 @@ def test_receive_from_server_that_only_pings_times_out() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             client.receive()
-        assert 0.4 < time.monotonic() - began < 3
+        assert 0.4 < time.monotonic() - began < 8, "not the 10 s of the first request"
         client.close()
 
 
 @pytest.mark.parametrize("pings", [True, False])
 def test_receive_without_limit_waits_as_long_as_the_server_pings(pings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "_SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(websocket, "_SILENT_SECONDS", 1.5)
 
     def send(connection: socket.socket, done: threading.Event) -> None:
         for _ in range(10):
-            done.wait(0.1)
+            done.wait(0.25)
             if pings:
                 connection.sendall(frame(PING, b"x"))
         connection.sendall(frame(TEXT, b"late"))
@@ -110,7 +110,7 @@ def test_receive_fragments_over_size_limit_raises(monkeypatch: pytest.MonkeyPatc
         done.wait()
 
     with frame_server(send) as url:
-        client = WebSocket(url, {}, 1)
+        client = WebSocket(url, {}, 10)
         with pytest.raises(WebSocketError, match="a message of 300 bytes or more, over the limit of 250"):
             client.receive()
         client.close()
