@@ -212,7 +212,7 @@ async def said_to(stage: Stage, *pieces: bytes, until: bytes | None = None) -> b
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0.05)
-        return await asyncio.wait_for(reader.readuntil(until) if until else reader.read(), 15)
+        return await asyncio.wait_for(reader.readuntil(until) if until else reader.read(), 30)
     finally:
         writer.close()
 
@@ -220,7 +220,7 @@ async def said_to(stage: Stage, *pieces: bytes, until: bytes | None = None) -> b
 async def test_gateway_body_that_stalls_answers_408() -> None:
     async with staged(body_seconds=0.2) as stage:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 400\r\n\r\n"
-        answer = await said_to(stage, head, b"ab", until=b"}}")
+        answer = await said_to(stage, head + b"ab", until=b"}}")
     head, body = answer.split(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b"Connection: close" in head
@@ -235,11 +235,11 @@ async def test_gateway_body_that_stalls_answers_408() -> None:
 
 
 async def test_gateway_large_body_that_progresses_is_awaited() -> None:
-    async with staged(body_seconds=0.2) as stage:
+    async with staged(body_seconds=1) as stage:
 
         async def pieces() -> Any:
-            yield json.dumps(ASKED)[:-1].encode() + b', "x": "' + b"a" * 2**17
-            await asyncio.sleep(0.6)
+            yield json.dumps(ASKED)[:-1].encode() + b', "x": "' + b"a" * 2**18
+            await asyncio.sleep(1.5)
             yield b'"}'
 
         async with stage.client.post(CHAT, data=pieces()) as answer:
