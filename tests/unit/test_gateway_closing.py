@@ -17,7 +17,7 @@ from gateway.followers.controller import Followers
 from gateway.proxy.admin import Admin
 from gateway.proxy.counts import Counts
 from spangrad.http.announcements import AttemptKey, ClosedAttempt, ClosingRequest
-from tests.support.gateways import Stage, ask, following, staged
+from tests.support.gateways import ASKED, Stage, ask, following, staged
 
 FIRST, SECOND = "/rollout/r/attempt/0", "/rollout/r/attempt/1"
 MESSAGE = "attempt 0 of rollout r has ended (cancelled). No more of its calls are answered."
@@ -71,13 +71,12 @@ async def test_close_spares_other_attempts_of_the_rollout(stage: Stage) -> None:
 
 async def test_close_breaks_a_stream_that_has_begun(stage: Stage) -> None:
     stage.engine.go_on.clear()
-    call = asyncio.create_task(stage.chat(FIRST, stream=True))
-    await stage.engine.arrived.wait()
-    await asyncio.sleep(0.1)
-    await close(stage)
-    with pytest.raises(aiohttp.ClientPayloadError):
-        await asyncio.wait_for(call, 5)
-    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    async with asyncio.timeout(30), stage.client.post(f"{FIRST}/v1/chat/completions", json={**ASKED, "stream": True}) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await close(stage)
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await answer.read()
+        await stage.engine.left.wait()
 
 
 async def test_close_attempt_ends_requests_that_pass_through(stage: Stage) -> None:
