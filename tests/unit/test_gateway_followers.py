@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from gateway.followers import controller
+from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.messages import ControllerUpdate
 from spangrad import semconv
 from spangrad.http.announcements import ClosedAttempt
@@ -44,6 +45,15 @@ async def until_loaded(stage: Stage, calls: int) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_confirmed(stage: Stage, status: str) -> None:
+    """Wait until the first backend has a status, on which all followers act."""
+    async with asyncio.timeout(30):
+        while (await backends(stage))[0]["status"] != status or not all(  # noqa: ASYNC110 - there is no event
+            follower["confirmed"] for follower in (await ask(stage, "GET", "/admin/followers"))[1]["followers"]
+        ):
+            await asyncio.sleep(0.01)
+
+
 async def test_follower_answers_and_records_calls_of_the_controllers_backends() -> None:
     async with staged() as stage, following(stage) as follower:
         assert (await follower.chat("/rollout/r/attempt/0"))[0] == 200
@@ -65,9 +75,10 @@ async def test_follower_learns_of_backends_that_join_and_leave() -> None:
                 await asyncio.sleep(0.02)
         assert len(joined.requests) == 1
         assert (await ask(follower, "DELETE", "/admin/backends/other-0"))[0] == 200
-        await asyncio.sleep(0.1)
-        status, body = await follower.chat(model="other")
-        assert (status, b"other" in body, len(joined.requests)) == (503, True, 1)
+        async with asyncio.timeout(30):
+            while (answer := await follower.chat(model="other"))[0] != 503:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
+        assert (b"other" in answer[1], len(joined.requests)) == (True, 1)
 
 
 async def test_publication_through_follower_reaches_calls_of_both_gateways(weights: list[Path]) -> None:
@@ -84,7 +95,7 @@ async def test_publication_with_drain_waits_for_a_followers_call(weights: list[P
         calls = [asyncio.create_task(follower.chat()) for _ in range(2)]
         await until_loaded(stage, 2)
         publishing = asyncio.create_task(ask(stage, "POST", VERSIONS, release_of(weights, 1, in_flight="drain")))
-        await asyncio.sleep(0.3)
+        await until_confirmed(stage, "publishing")
         late = asyncio.create_task(follower.chat())
         await asyncio.sleep(0.2)
         assert (engine.orders.count("/pause"), engine.answering) == (0, 2), "the late call waits at its gateway"
@@ -120,7 +131,14 @@ async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights
         assert [span.attributes.get(semconv.ERROR_TYPE) for span in await stage.spans()] == [None]
 
 
-async def test_load_of_other_gateways_counts_towards_limit_and_choice() -> None:
+async def test_load_of_other_gateways_counts_towards_limit_and_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, take = list[list[int]](), FollowedPool.take_elsewhere
+
+    def note(pool: FollowedPool, calls: dict[int, int]) -> None:
+        take(pool, calls)
+        taken.append(list(calls.values()))
+
+    monkeypatch.setattr(FollowedPool, "take_elsewhere", note)
     engines = [FakeEngine(), FakeEngine()]
     limited = [{"url": f"http://127.0.0.1:{engine.port}", "limit": 2} for engine in engines]
     async with several(*engines, backends=limited[1:]) as stage, following(stage) as follower:
@@ -128,9 +146,14 @@ async def test_load_of_other_gateways_counts_towards_limit_and_choice() -> None:
             engine.go_on.clear()
         first = [asyncio.create_task(stage.chat()) for _ in range(4)]
         await until_loaded(stage, 2)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while taken[-1:] != [[2, 2]]:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
         second = [asyncio.create_task(follower.chat()) for _ in range(4)]
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(30):
+            while sum(len(engine.requests) for engine in engines) < 8:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        await until_loaded(stage, 6)
         assert [len(engine.requests) for engine in engines] == [6, 2], "the second has a limit, the controller's calls fill it"
         assert [each["in_flight"] for each in await backends(stage)] == [6, 2]
         for engine in engines:
