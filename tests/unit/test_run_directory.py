@@ -67,7 +67,8 @@ def test_owner_of_directory_is_a_holder_until_it_leaves(tmp_path: Path) -> None:
     assert owner_of(tmp_path) is None
 
 
-def test_run_directory_whose_owner_is_looked_up_meanwhile_is_entered(tmp_path: Path) -> None:
+def test_run_directory_whose_owner_is_looked_up_meanwhile_is_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spangrad.supervisor.run_directory._LOCK_SECONDS", 30.0)
     (tmp_path / LOCK).write_text(this_process())
     reader = (tmp_path / LOCK).open()
     fcntl.flock(reader, fcntl.LOCK_SH)
