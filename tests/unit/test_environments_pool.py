@@ -316,7 +316,7 @@ async def test_environments_beyond_loopback_require_token() -> None:
 
 
 async def test_environment_client_releases_leases_and_learns_of_lost_leases() -> None:
-    settings = environment_service_settings(lease_seconds=0.8)
+    settings = environment_service_settings(lease_seconds=2)
     async with service(settings) as (url, http):
 
         async def states() -> list[str]:
@@ -327,7 +327,7 @@ async def test_environment_client_releases_leases_and_learns_of_lost_leases() ->
             with pytest.raises(NoInstanceError, match=r"no environment after 1 s; .* says: HTTP 503.*all 1 instances are taken"):
                 await client.lease("other", 0, "y", 1)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(held.lost), 1.5)  # almost twice as long as it holds unrenewed
+                await asyncio.wait_for(asyncio.shield(held.lost), 3.5)  # almost twice as long as it holds unrenewed
             assert await states() == ["leased"]
             await asked(http, "DELETE", f"{url}/v1/leases/{held.lease}")
             assert await asyncio.wait_for(held.lost, 10) == f"instance 0.0 of {url} is not leased to this attempt any more"
@@ -362,7 +362,7 @@ async def test_instance_pool_replaces_hung_instance() -> None:
         def reset(self) -> None:
             release.wait(60)
 
-    pool = InstancePool(Hangs, 1, lease_seconds=30, seconds=0.2)
+    pool = InstancePool(Hangs, 1, lease_seconds=30, seconds=2)
     await pool.start()
     try:
         first = await pool.lease(InstanceRequest(lease="a", rollout_id="r", attempt=0, input=1))
@@ -384,8 +384,9 @@ async def test_instance_whose_call_returns_late_is_closed_in_its_thread() -> Non
         def close(self) -> None:
             closed.set()
 
-    instance = Instance("late", 0.1)
+    instance = Instance("late", 20)
     await instance.make(Late)
+    instance._seconds = 0.1
     with pytest.raises(UnhealthyError):
         await instance.reset()
     assert await instance.close() == "its thread hangs, and is abandoned"
