@@ -137,11 +137,12 @@ async def test_engines_wake_with_served_version_once_time_is_not_renewed(weights
     engines = started(weights, 2)
     async with several(*engines) as stage:
         await ask(stage, "POST", f"{POLICY}/versions", release_of(weights, 1))
-        assert (await ask(stage, "POST", f"{POLICY}/sleep", {"level": 2, "seconds": 1}))[0] == 200
+        assert (await ask(stage, "POST", f"{POLICY}/sleep", {"level": 2, "seconds": 2}))[0] == 200
         waiting = asyncio.create_task(stage.chat())
-        for _ in range(4):
-            await asyncio.sleep(0.3)
-            assert (await ask(stage, "POST", f"{POLICY}/sleep", {"level": 2, "seconds": 1, "renew": True}))[1]["status"] == "asleep"
+        for seconds, pause in ((60, 2.2), (0.5, 0)):
+            renewal = {"level": 2, "seconds": seconds, "renew": True}
+            assert (await ask(stage, "POST", f"{POLICY}/sleep", renewal))[1]["status"] == "asleep"
+            await asyncio.sleep(pause)
         await all_serve(stage, 2)
         assert (await waiting)[0] == 200
         assert {engine.version for engine in engines} == {1}
