@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -83,6 +84,7 @@ async def test_statement_of_disconnected_client_frees_body_and_files(engine: Bus
         runner.start(statement)
     await until(lambda: all(statement.done.running() for statement in statements))
     body = b"SELECT 1 /* " + bytes(1000) + b" */"
+    gc.collect()  # what earlier tests have left is not closed in between
     before = sys.getrefcount(body), open_files(os.getpid())
 
     left = [run(body, 100 + number) for number in range(10)]

@@ -162,10 +162,11 @@ def url() -> Iterator[str]:
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
-    assert ready.wait(20)
+    assert ready.wait(60)
     yield addresses[0].rstrip("/")
     loop.call_soon_threadsafe(done.set)
-    thread.join(20)
+    thread.join(60)
+    loop.close()
 
 
 def test_admin_api_every_route_is_described() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -15,6 +16,7 @@ from tests.support.runners import is_true, no_descriptors, until
 
 
 def open_files() -> int:
+    gc.collect()  # what earlier tests have left is not closed in between
     return len([*Path("/proc/self/fd").iterdir()])
 
 

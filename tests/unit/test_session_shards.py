@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import subprocess
 import time
@@ -23,7 +24,6 @@ from runner.sessions.shards import ShardCommand, ShardProcess, Shards
 from spangrad.errors import EnvironmentsError
 from spangrad.settings import EnvironmentServiceSettings
 from tests.support.virtual_time import run_in_virtual_time
-
 
 NO_PROCESS = 2**22 + 1
 """Id above the largest of Linux: a signal to it reaches no process, while one to the group 0 would end all processes of the tests."""
@@ -164,6 +164,7 @@ def test_shards_start_of_process_that_hangs_raises_with_its_id(monkeypatch: pyte
 
 
 def descriptors() -> int:
+    gc.collect()  # what earlier tests have left is not closed in between
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
