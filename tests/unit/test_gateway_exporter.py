@@ -41,7 +41,7 @@ def exporting(tmp_path: Path) -> Exporting:
     """Exporters that use the same spill, one after the other."""
 
     @asynccontextmanager
-    async def started(url: str, seconds: float = 1, lost: int = 0, **flags: object) -> AsyncGenerator[SpanExporter]:
+    async def started(url: str, seconds: float = 30, lost: int = 0, **flags: object) -> AsyncGenerator[SpanExporter]:
         """An exporter that has `seconds` for its end, and loses so many spans then."""
         values = {"store.otlp_endpoint": url, "gateway.spill_path": str(tmp_path / "spill")}
         settings = load_settings({**values, **{key.replace("__", "."): value for key, value in flags.items()}}, env={})
@@ -159,7 +159,7 @@ async def test_exporter_spill_bytes_spent_makes_calls_wait(exporting: Exporting)
         await asyncio.wait({waiting}, timeout=0.1)
         assert not waiting.done()
         with OtlpSink(port):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 30)
 
 
 async def test_exporter_spill_bytes_spent_by_earlier_exporter_makes_calls_wait(exporting: Exporting) -> None:
@@ -171,7 +171,7 @@ async def test_exporter_spill_bytes_spent_by_earlier_exporter_makes_calls_wait(e
         await asyncio.wait({waiting}, timeout=0.1)
         assert not waiting.done()
         with OtlpSink(port):
-            await asyncio.wait_for(waiting, 5)
+            await asyncio.wait_for(waiting, 30)
 
 
 async def test_exporter_full_disk_makes_calls_wait_and_loses_no_span(
@@ -190,7 +190,7 @@ async def test_exporter_full_disk_makes_calls_wait_and_loses_no_span(
             await asyncio.wait({ends, begins}, timeout=0.05)
             assert (ends.done(), begins.done()) == (False, False)
             disk.full = False
-            await asyncio.wait_for(asyncio.gather(ends, begins), 5)
+            await asyncio.wait_for(asyncio.gather(ends, begins), 30)
             assert await arrived(store, 3) == ["a", "b", "c"]
     assert [one.message for one in caplog.records if one.levelname == "ERROR"] == [
         f"spans cannot be written to {tmp_path / 'spill'} (No space left on device): calls wait until they can"
