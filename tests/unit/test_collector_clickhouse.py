@@ -85,11 +85,11 @@ def test_read_statement_separates_parameters_settings_and_session() -> None:
     ids=["letters", "names", "spaces", "formats", "comments", "end", "quotes", "open comments"],
 )
 def test_read_statement_of_long_text_takes_linear_time(sql: str) -> None:
-    begin = time.process_time()
+    begin = time.thread_time()
 
     assert read_statement({"query": sql}, {}, b"") == statement(sql)
     # Linear takes milliseconds, quadratic many seconds, exponential for ever.
-    assert time.process_time() - begin < 2
+    assert time.thread_time() - begin < 2
 
 
 def test_read_statement_form_files_become_external_tables() -> None:
@@ -189,11 +189,11 @@ def test_decompress_raw_deflate_and_identity_are_read() -> None:
 def test_decompress_many_small_streams_takes_linear_time(encoding: str, pack: Callable[[bytes], bytes]) -> None:
     large = Random(0).randbytes(1 << 25)
     body = pack(b"a") * 5000 + pack(large) + pack(b"z") * 5000
-    begin = time.process_time()
+    begin = time.thread_time()
 
     assert decompress(body, encoding, 1 << 26) == b"a" * 5000 + large + b"z" * 5000
     # Linear takes a third of a second; to copy what follows for each stream, half a minute.
-    assert time.process_time() - begin < 3
+    assert time.thread_time() - begin < 3
 
 
 @pytest.mark.parametrize(
@@ -312,10 +312,10 @@ def test_statement_guard_passes_other_statements(sql: str) -> None:
     ids=["engine", "backslashes", "text", "spaces", "quotes"],
 )
 def test_statement_guard_takes_linear_time(sql: str) -> None:
-    begin = time.process_time()
+    begin = time.thread_time()
 
     StatementGuard(["url"]).check(sql)
-    assert time.process_time() - begin < 2
+    assert time.thread_time() - begin < 2
 
 
 def test_guardian_accepts_token_in_every_form() -> None:

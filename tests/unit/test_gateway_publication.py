@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,16 @@ async def test_publish_runs_steps_in_order_and_serves_version(weights: Path) -> 
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
+        began = time.monotonic()
         status, answer = await publish(stage, weights)
         seconds, stages = answer.pop("seconds"), answer.pop("stages")["policy-0"]
         assert list(stages) == ["check", "pause", "reload", "checksum", "update_weight_version", "resume", "probe"]
-        assert 0 < sum(stages.values()) <= seconds
+        assert 0 < sum(stages.values()) <= seconds < time.monotonic() - began
         assert (status, answer) == (
             200,
             {"policy": "policy", "version": 1, "checksum": checksum_directory(weights), "backends": {"policy-0": "serving"}},
         )
         assert stage.engine.orders == STEPS
-        assert 0 < seconds < 5
         assert (await state(stage)).items() >= {"policy": "policy", "version": 1, "tokenizer_hash": "cafe", "status": "serving"}.items()
         await stage.chat()
         (span,) = await stage.spans()
