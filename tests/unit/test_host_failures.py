@@ -105,7 +105,7 @@ async def answer_of(stages: Stages) -> Mapping[str, Any]:
     serving = asyncio.create_task(Host(stages).serve(jobs, receive))
     jobs.feed_data(json.dumps({"id": "a", "input": None}).encode() + b"\n")
     try:
-        await asyncio.wait_for(answered.wait(), 10)
+        await asyncio.wait_for(answered.wait(), 30)
     finally:
         jobs.feed_eof()
         await serving
@@ -193,7 +193,7 @@ async def test_host_cancel_while_an_environment_closes_is_stuck() -> None:
 
     def close(_: object) -> None:
         closing.set()
-        released.wait(10)
+        released.wait(60)
 
     def initialise(given: object) -> Closes:
         return Closes(close)
@@ -207,7 +207,7 @@ async def test_host_cancel_while_an_environment_closes_is_stuck() -> None:
         assert await asyncio.to_thread(closing.wait, 10)
         jobs.feed_data(b'{"cancel": "a"}\n')
         jobs.feed_eof()
-        assert not await asyncio.wait_for(serving, 3)  # its thread is left, so the process cannot end by itself
+        assert not await asyncio.wait_for(serving, 30)  # its thread is left, so the process cannot end by itself
     finally:
         released.set()
     assert (messages[-1]["failure"], messages[-1]["stuck"]) == ("timeout", True)
