@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from gateway.proxy.admin import COUNT_WAIT_SECONDS
 from runner.workers.gateway_client import GatewayClient
 from spangrad.http.announcements import AnnouncedAttempt, CountedAttempt, StartedStage
 from spangrad.types import Mode, RolloutKey, Stage
@@ -71,7 +72,7 @@ async def test_gateway_client_calls_in_flight_delays_no_other_attempt() -> None:
             call = asyncio.create_task(stage.chat("/rollout/busy/attempt/0"))
             await stage.engine.arrived.wait()
             waiting = asyncio.create_task(client.calls(busy))
-            assert await asyncio.wait_for(client.calls(idle), 2) == counted(0)
+            assert await asyncio.wait_for(client.calls(idle), COUNT_WAIT_SECONDS - 1) == counted(0)
             assert not waiting.done()
             stage.engine.go_on.set()
             assert (await call)[0] == 200
