@@ -57,7 +57,7 @@ def begin(channel: grpc.aio.Channel) -> Any:
 async def refusal(call: Any) -> tuple[grpc.StatusCode, int]:
     """Status of a refused call, and after how many seconds to come again; 0 for never."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(call, 10)
+        await asyncio.wait_for(call, 30)
     detail = RetryInfo()
     for key, value in caught.value.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
@@ -77,7 +77,7 @@ async def test_grpc_call_beyond_max_reading_is_asked_to_retry(monkeypatch: pytes
     monkeypatch.setattr(receiver_grpc, "MAX_READING", 2)
     async with served() as address, sender(address) as slow, sender(address) as other:
         calls = list[Any]()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await answered(other) != RETRY:
                 # A slow call that arrived beside the other one was refused itself.
                 calls = [call for call in calls if not call.done()]

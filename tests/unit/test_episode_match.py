@@ -211,7 +211,7 @@ async def test_script_writes_replies_from_the_messages() -> None:
 
 async def test_script_that_raises_stop_iteration_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        await asyncio.wait_for(ScriptModel(lambda messages: next(iter(messages))).reply(ReplyRequest([])), 5)
+        await asyncio.wait_for(ScriptModel(lambda messages: next(iter(messages))).reply(ReplyRequest([])), 30)
 
 
 @pytest.mark.parametrize("reference", ["no_such_module:f", "json:no_such_function", "json"])

@@ -149,7 +149,7 @@ async def test_restarted_engine_gets_its_adapter_again(base: Path, adapter: Path
         await stage.readiness("serving")
         assert (await publish(stage, adapter))[0] == 200
         stage.engine.version, stage.engine.checksum, stage.engine.model = 0, checksum_directory(base), str(base)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while stage.engine.version == 0:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         await stage.readiness("serving")

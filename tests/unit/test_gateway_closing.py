@@ -46,8 +46,8 @@ async def test_close_attempt_ends_calls_in_flight_and_refuses_later_calls(stage:
     call = asyncio.create_task(stage.chat(FIRST))
     await stage.engine.arrived.wait()
     assert await close(stage) == (200, {"status": "closed"})
-    status, body = await asyncio.wait_for(call, 5)
-    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    status, body = await asyncio.wait_for(call, 30)
+    await asyncio.wait_for(stage.engine.left.wait(), 30)
     assert (status, error(body)) == (410, (MESSAGE, "attempt_closed"))
     stage.engine.go_on.set()
     status, body = await stage.chat(FIRST)
@@ -85,7 +85,7 @@ async def test_close_attempt_ends_requests_that_pass_through(stage: Stage) -> No
     while len(stage.engine.bodies) < 2:  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.01)
     await close(stage)
-    for answer in (await asyncio.wait_for(passing[0], 5), await ask(stage, "POST", f"{FIRST}/v1/embeddings", {})):
+    for answer in (await asyncio.wait_for(passing[0], 30), await ask(stage, "POST", f"{FIRST}/v1/embeddings", {})):
         assert (answer[0], answer[1]["error"]["message"]) == (410, MESSAGE)
     stage.engine.go_on.set()
     assert (await passing[1])[0] == 418, "the other attempt goes on"
@@ -113,7 +113,7 @@ async def test_close_reaches_calls_at_all_gateways(stage: Stage, at_follower: bo
         while len(stage.engine.requests) < 3:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
         await close(follower if at_follower else stage)
-        assert [(await asyncio.wait_for(call, 5))[0] for call in calls] == [410, 410, 410]
+        assert [(await asyncio.wait_for(call, 30))[0] for call in calls] == [410, 410, 410]
 
 
 async def test_close_attempt_unreadable_order_is_refused(stage: Stage) -> None:

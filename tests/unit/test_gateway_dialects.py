@@ -347,7 +347,7 @@ async def test_gateway_client_leaving_stream_of_each_dialect_records_ids_so_far(
         for _ in range(5):
             await answer.content.readuntil(b"\n\n")
         answer.close()
-        await asyncio.wait_for(stage.engine.left.wait(), 5)
+        await asyncio.wait_for(stage.engine.left.wait(), 30)
         (span,) = await stage.spans()
     assert span.attributes[semconv.ABORTED] is True
     ids = uint32s(span.attributes[semconv.OUTPUT_TOKEN_IDS])  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def label_and_weights(span: SunkSpan) -> tuple[int, int]:
 
 async def until_loaded(stage: Stage, calls: int) -> None:
     """Wait until the first backend has so many calls in flight, of all gateways."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await backends(stage))[0]["in_flight"] != calls:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 
@@ -70,7 +70,7 @@ async def test_follower_learns_of_backends_that_join_and_leave() -> None:
     async with staged() as stage, following(stage) as follower, joined.running() as url:
         assert (await ask(follower, "POST", "/admin/backends", {"url": url, "policy": "other"}))[0] == 201
         await follower.readiness("serving")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await follower.chat(model="other"))[0] != 200:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert len(joined.requests) == 1
@@ -182,7 +182,7 @@ async def test_follower_serves_on_without_its_controller_and_is_degraded() -> No
             following_stage = following(stage)
             follower = await following_stage.__aenter__()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while (await ask(follower, "GET", "/healthz"))[1]["status"] != "degraded":  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.02)
             assert (await follower.chat())[0] == 200
@@ -213,7 +213,7 @@ async def test_follower_that_connects_refuses_calls_of_attempts_closed_before() 
 
 async def until_closed(stage: Stage, path: str) -> None:
     """Wait until the gateway knows that an attempt was cancelled."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await stage.ends(path) != "cancelled":  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 

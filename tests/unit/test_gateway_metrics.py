@@ -102,7 +102,7 @@ async def test_metrics_spans_are_waiting_until_delivered() -> None:
     async with staged() as stage:
         await stage.chat()
         await stage.spans()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (seen := await scrape(stage))["spans_delivered_total", ()] < 1:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert (seen["spans_waiting_bytes", ()], seen["spans_refused_total", ()]) == (0, 0)

@@ -299,7 +299,7 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
     assert not vllm.asked, "a call that arrives in the pause waits, whichever server it comes to"
     await call(first, "/update_weight_version", {"new_version": "7"})
     await call(first, "/resume")
-    assert (await asyncio.wait_for(arriving, 5))[0] == 200
+    assert (await asyncio.wait_for(arriving, 30))[0] == 200
     info = json.loads((await call(other, "/spangrad/info", method="GET"))[2][0])
     assert (info["version"], info["warm"], info["model"], info["shared_state"]) == (7, True, "", True)
     await call(other, "/pause?mode=abort")
@@ -313,7 +313,7 @@ async def test_middleware_orders_to_one_api_server_reach_the_other(servers: list
     await asyncio.wait({arriving}, timeout=0.1)
     assert not arriving.done(), "after a wake-up its weights may be none of the version's"
     await call(first, "/resume")
-    assert (await asyncio.wait_for(arriving, 5))[0] == 200
+    assert (await asyncio.wait_for(arriving, 30))[0] == 200
 
 
 async def test_middleware_orders_and_calls_end_with_a_dead_engine(
@@ -331,10 +331,10 @@ async def test_middleware_orders_and_calls_end_with_a_dead_engine(
     await asyncio.wait({waiting}, timeout=0.05)
     assert not any(task.done() for task in (*running, pause, order, waiting))
     vllm.state.engine_client.errored = True
-    status, _, (body,) = await asyncio.wait_for(waiting, 5)
+    status, _, (body,) = await asyncio.wait_for(waiting, 30)
     assert (status, json.loads(body)) == (503, PAUSED)
-    await asyncio.wait_for(asyncio.gather(pause, order), 5)
-    whole, stream = await asyncio.wait_for(asyncio.gather(*running), 5)
+    await asyncio.wait_for(asyncio.gather(pause, order), 30)
+    whole, stream = await asyncio.wait_for(asyncio.gather(*running), 30)
     assert (whole[0], json.loads(whole[2][0])) == (500, {"error": "the engine has died"})
     assert stream[0] == 200
     assert b"[DONE]" not in b"".join(stream[2]), "a stream that has begun is cut short, as the client sees by its end"
@@ -405,7 +405,7 @@ async def test_middleware_pause_that_aborts_refuses_waiting_calls_until_resume(v
 async def test_middleware_pause_refused_by_vllm_delays_no_call(vllm: Vllm, middleware: SpangradMiddleware) -> None:
     vllm.refuses = True
     await call(middleware, "/pause?mode=keep", {})
-    assert (await asyncio.wait_for(call(middleware, CHAT_PATH, ASKED), 1))[0] == 400
+    assert (await asyncio.wait_for(call(middleware, CHAT_PATH, ASKED), 30))[0] == 400
 
 
 @pytest.mark.parametrize(

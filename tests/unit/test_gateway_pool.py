@@ -96,7 +96,7 @@ async def test_pool_calls_beyond_limit_wait_and_beyond_queue_are_refused() -> No
         first = asyncio.create_task(stage.chat())
         await engine.arrived.wait()
         second = asyncio.create_task(stage.chat())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while "waiting" not in (await ask(stage, "GET", "/admin/policies/policy"))[1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         async with stage.client.post("/v1/chat/completions", json=ASKED) as answer:
@@ -143,7 +143,7 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
             in_flight = asyncio.create_task(stage.chat("/rollout/b/attempt/0"))
             await second.arrived.wait()
             leaving = asyncio.create_task(ask(stage, "DELETE", "/admin/backends/policy-1"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while (await backends(stage))[1]["status"] != "draining":  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert (await stage.chat("/rollout/b/attempt/0"))[0] == 200
@@ -160,7 +160,7 @@ async def test_backends_are_added_and_removed_at_run_time() -> None:
             stage.engine.go_on.clear()
             second.go_on.clear()
             calls = [asyncio.create_task(stage.chat()) for _ in range(2)]
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while [backend["in_flight"] for backend in await backends(stage)] != [1, 1]:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             assert (await ask(stage, "DELETE", "/admin/backends/policy-1?now=true"))[0] == 200
@@ -204,7 +204,7 @@ async def test_backend_removed_while_publishing_gets_no_call(tmp_path: Path) -> 
         publishing = asyncio.create_task(ask(stage, "POST", "/admin/policies/policy/versions", body))
         await second.reloading.wait()
         leaving = asyncio.create_task(ask(stage, "DELETE", "/admin/backends/policy-1"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await backends(stage))[1]["status"] != "draining":  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         second.hold_reload.set()

@@ -22,7 +22,7 @@ from tests.support.gateways import all_serve, ask, backends, staged
 from tests.support.scripted_servers import AdminGateway
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 10.0
+SECONDS = 30.0
 """Longest wait for what must happen."""
 
 

@@ -45,7 +45,7 @@ async def versions(stage: Stage) -> list[int]:
 
 async def wait_for(stage: Stage, status: str) -> None:
     """Wait until some backend is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while status not in [one["status"] for one in await backends(stage)]:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.01)
 

@@ -82,7 +82,7 @@ async def test_rollback_engine_that_was_away_takes_old_version_before_calls(weig
         await running.__aexit__(None, None, None)
         statuses = await roll_back(stage)
         assert (statuses["policy-0"], statuses["policy-1"].partition(":")[0]) == ("serving", "down")
-        async with asyncio.timeout(10), first.running():
+        async with asyncio.timeout(30), first.running():
             assert await held(stage, second, first) == [(1, checksum_directory(weights[1]))] * 2
 
 
@@ -106,7 +106,7 @@ async def test_engine_started_with_newer_version_keeps_it_after_rollback(weights
         await publish(stage, weights, 2)
         await roll_back(stage)
         second.version, second.checksum = 3, checksum_directory(weights[3])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while [one["version"] for one in await backends(stage)] != [1, 3]:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         assert await held(stage, first, second) == [(1, checksum_directory(weights[1])), (3, checksum_directory(weights[3]))]

@@ -150,7 +150,7 @@ async def test_gateway_client_leaving_stream_aborts_engine_and_records_ids_so_fa
     for _ in range(2):
         await answer.content.readuntil(b"\n\n")
     answer.close()
-    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    await asyncio.wait_for(stage.engine.left.wait(), 30)
     (span,) = await stage.spans()
     assert span.attributes[semconv.ABORTED] is True
     assert semconv.ERROR_TYPE not in span.attributes
@@ -162,9 +162,9 @@ async def test_gateway_client_leaving_stream_aborts_engine_and_records_ids_so_fa
 async def test_gateway_client_leaving_whole_answer_aborts_engine(stage: Stage) -> None:
     stage.engine.go_on.clear()
     call = asyncio.create_task(stage.chat())
-    await asyncio.wait_for(stage.engine.arrived.wait(), 5)
+    await asyncio.wait_for(stage.engine.arrived.wait(), 30)
     call.cancel()
-    await asyncio.wait_for(stage.engine.left.wait(), 5)
+    await asyncio.wait_for(stage.engine.left.wait(), 30)
     (span,) = await stage.spans()
     assert (span.attributes[semconv.ABORTED], semconv.HTTP_STATUS in span.attributes) == (True, False)
 

@@ -38,7 +38,7 @@ def weights(tmp_path: Path) -> list[Path]:
 
 
 async def until_status(stage: Stage, *statuses: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while [backend["status"] for backend in await backends(stage)] != list(statuses):  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 
@@ -99,11 +99,11 @@ async def test_call_of_lost_follower_ends_before_sleep_or_waits_for_next_version
         await all_serve(stage, 1)
         engine.go_on.clear()
         unseen = asyncio.create_task(call_unseen(engine))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not engine.answering:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         sleeping = asyncio.create_task(ask(stage, "POST", f"{POLICY}/sleep", SLEEP))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not engine.closed:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.01)
         late = asyncio.create_task(call_unseen(engine))

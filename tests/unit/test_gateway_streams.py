@@ -53,7 +53,7 @@ async def test_stream_of_other_line_ends_passes_event_by_event_unchanged(end: by
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     judge = {"url": f"http://127.0.0.1:{port}", "policy": "judge", "kind": "openai"}
-    async with staged(backends=[judge]) as stage, asyncio.timeout(10):
+    async with staged(backends=[judge]) as stage, asyncio.timeout(30):
         async with stage.client.post(CHAT, json={"model": "judge", "messages": MESSAGES, "stream": True}) as got:
             for event in events:
                 assert await got.content.readexactly(len(event)) == event

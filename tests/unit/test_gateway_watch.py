@@ -24,7 +24,7 @@ def weights(tmp_path: Path) -> list[Path]:
 
 async def second_is_down(stage: Stage) -> str:
     """The reason that the second of two engines is down for good; the first serves."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (listed := await backends(stage))[1]["status"] != "down" or "is not admitted" in listed[1]["reason"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert listed[0]["status"] == "serving"

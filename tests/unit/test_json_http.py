@@ -29,12 +29,12 @@ Ask = Callable[[RemoteService], Any]
 
 
 def blocking(service: RemoteService) -> Any:
-    return ask(service, "POST", "/x", {"b": 2}, seconds=5)
+    return ask(service, "POST", "/x", {"b": 2}, seconds=30)
 
 
 def awaited(service: RemoteService) -> Any:
     async def send() -> Any:
-        async with AsyncClient(service, seconds=5) as client:
+        async with AsyncClient(service, seconds=30) as client:
             return await client.ask("POST", "/x", dict)
 
     return asyncio.run(send())

@@ -64,7 +64,7 @@ async def begun(bounds: PlayBounds | None = None) -> tuple[PlaySession, Script, 
 
 async def whole(session: PlaySession, begin: int = 0) -> list[dict[str, Any]]:
     """Events of a session until its end."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return [event async for _, event in session.events(begin)]
 
 
@@ -90,7 +90,7 @@ async def test_session_that_does_not_begin_in_time_is_ended(monkeypatch: pytest.
     sessions = PlaySessions(SETTINGS, start)
     with pytest.raises(AgentError, match="has not begun within 1 s"):
         await asyncio.to_thread(sessions.begin_from_thread, request())
-    await asyncio.wait_for(ended.wait(), 10)
+    await asyncio.wait_for(ended.wait(), 30)
 
 
 def test_playable_environments_are_those_of_handlers_without_a_lease() -> None:

@@ -49,7 +49,7 @@ async def test_accept_all_of_a_closed_listener_ends() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
     listener.close()
-    await asyncio.wait_for(accept_all(listener, answer), 5)
+    await asyncio.wait_for(accept_all(listener, answer), 30)
 
 
 async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytest.LogCaptureFixture) -> None:

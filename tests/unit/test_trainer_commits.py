@@ -27,7 +27,7 @@ from trainer.ledger.working_branch import WorkingBranch
 from trainer.loop import Trainer
 from trainer.shutdown import Stopped
 
-SECONDS = 10.0
+SECONDS = 30.0
 """Longest wait for what must happen beside something else."""
 
 

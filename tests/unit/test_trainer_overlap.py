@@ -21,7 +21,7 @@ from trainer.overlap import FollowUps, Lookahead
 from trainer.retries import Outage, without_retries
 from trainer.shutdown import Shutdown, Stopped
 
-SECONDS = 10.0
+SECONDS = 30.0
 """Longest wait for what must happen beside a step."""
 
 

@@ -69,8 +69,8 @@ def test_publication_while_gateway_is_away_trains_on_and_publishes_newest_only(
     with_publisher(trainer, gateway)
 
     def comes_back() -> None:
-        wait_until(lambda: len(trainer.ledger.committed_versions()) == 5, 20, "four steps")
-        wait_until(lambda: gateway.attempts[-1] == 4, 20, "an attempt to publish the newest")
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 5, 60, "four steps")
+        wait_until(lambda: gateway.attempts[-1] == 4, 60, "an attempt to publish the newest")
         gateway.away = False
 
     thread = threading.Thread(target=comes_back)
@@ -131,7 +131,7 @@ def test_publication_awaited_ends_at_signal(tmp_path: Path, base: Path) -> None:
     times: list[float] = []
 
     def terminate() -> None:
-        wait_until(lambda: len(trainer.ledger.committed_versions()) == 2, 20, "the step")
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 2, 60, "the step")
         time.sleep(0.3)
         times.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
@@ -183,7 +183,7 @@ def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: 
     gateways = [Gateway(port, versions, refused)]
 
     def goes() -> None:
-        wait_until(lambda: versions == [0, 1], 20, "version 1, which is published beside this step")
+        wait_until(lambda: versions == [0, 1], 60, "version 1, which is published beside this step")
         if status is None:
             gateways.pop().close()
         else:
@@ -191,10 +191,10 @@ def test_publication_to_restarted_gateway_resumes_with_newest_version(tmp_path: 
         threading.Thread(target=comes).start()
 
     def comes() -> None:
-        wait_until(lambda: len(trainer.ledger.committed_versions()) == 4, 20, "steps without a gateway")
+        wait_until(lambda: len(trainer.ledger.committed_versions()) == 4, 60, "steps without a gateway")
         if refused == "POST":  # an attempt may have read the head before the last commit
             wait_until(
-                lambda: [json.loads(body)["version"] for body in gateways[0].refusals[-1:]] == [3], 20, "an attempt to publish the newest"
+                lambda: [json.loads(body)["version"] for body in gateways[0].refusals[-1:]] == [3], 60, "an attempt to publish the newest"
             )
         if status is None:
             gateways.append(Gateway(port, versions))

@@ -46,7 +46,7 @@ def source() -> Iterator[WeightSource]:
 def ask(sender: WeightsSender, path: str, body: object, token: str | None = None) -> tuple[int, Any]:
     headers = {"Authorization": f"Bearer {sender.token if token is None else token}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(sender.url + path, json.dumps(body).encode(), headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(sender.url + path, json.dumps(body).encode(), headers), timeout=30) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -59,7 +59,7 @@ def fetched(plan: dict[str, Any], **changes: Any) -> tuple[int, bytes, Any]:
     headers = {"Authorization": f"Bearer {changes.pop('key', plan['key'])}"}
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(plan["ranks"][0]["url"] + "/words", json.dumps(body).encode(), headers), timeout=10
+            urllib.request.Request(plan["ranks"][0]["url"] + "/words", json.dumps(body).encode(), headers), timeout=30
         ) as answer:
             return answer.status, answer.read(), answer.headers
     except urllib.error.HTTPError as error:
@@ -121,7 +121,7 @@ def test_sender_checks_token_and_length_before_reading_body(sender: WeightsSende
     host, port = sender.url.removeprefix("http://").split(":")
     lengths = f"Content-Length: {length}\r\n" if length else ""
     head = f"POST /checksum HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token or sender.token}\r\n{lengths}\r\n"
-    with socket.create_connection((host, int(port)), timeout=5) as client:
+    with socket.create_connection((host, int(port)), timeout=30) as client:
         client.sendall(head.encode())
         answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())

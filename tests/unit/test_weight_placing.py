@@ -110,7 +110,7 @@ class Trainer:
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.sender.token}"}
         with urllib.request.urlopen(
-            urllib.request.Request(self.sender.url + path, json.dumps(body).encode(), headers), timeout=10
+            urllib.request.Request(self.sender.url + path, json.dumps(body).encode(), headers), timeout=30
         ) as answer:
             return json.loads(answer.read())
 
