@@ -16,7 +16,7 @@ from yarl import URL
 
 from gateway.dialects import DIALECTS
 from gateway.dialects.base import Fields
-from gateway.pool.policy import PoolFullError
+from gateway.pool.policy import RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
 from gateway.proxy.headers import forwarded, forwarded_query, returned
@@ -57,8 +57,12 @@ async def pass_through(
             if lease.model not in (None, model):
                 body = msgspec.json.encode({**msgspec.json.decode(body, type=Fields), "model": lease.model})
             return await _let_answer(request, body, session, lease.backend)
-    except (BackendDownError, PoolFullError) as error:
+    except BackendDownError as error:
         return error_response(503, str(error), "engine_down")
+    except PoolFullError as error:
+        response = error_response(503, str(error), "pool_full")
+        response.headers["Retry-After"] = str(RETRY_AFTER_SECONDS)
+        return response
 
 
 def _model(name: str) -> dict[str, object]:

@@ -99,9 +99,10 @@ async def test_pool_calls_beyond_limit_wait_and_beyond_queue_are_refused() -> No
         async with asyncio.timeout(30):
             while "waiting" not in (await ask(stage, "GET", "/admin/policies/policy"))[1]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        async with stage.client.post("/v1/chat/completions", json=ASKED) as answer:
-            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
-            assert (await answer.json())["error"]["type"] == "pool_full"
+        for path in ("/v1/chat/completions", "/v1/embeddings"):
+            async with stage.client.post(path, json=ASKED) as answer:
+                assert (answer.status, (await answer.json())["error"]["type"]) == (503, "pool_full")
+                assert answer.headers["Retry-After"] == "1"
         assert len(engine.requests) == 1
         engine.go_on.set()
         assert [(await first)[0], (await second)[0]] == [200, 200]
