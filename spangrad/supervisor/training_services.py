@@ -1,6 +1,7 @@
 """Services of a training loop on this machine, from its settings.
 
-Invariant: pure but for the settings; a service whose address lies on another machine is not started here.
+Invariant: pure but for the settings; a service whose address lies on another machine is not started here, but for the gateway, whose
+address may be a proxy's.
 """
 
 from __future__ import annotations
