@@ -129,7 +129,7 @@ class _Page:
         except web.HTTPSeeOther:
             raise
         except web.HTTPException as error:
-            return error_answer(f"{request.method} {request.path} is not answered here. docs/guides/page.md lists what is.", error.status)
+            return error_answer(f"{request.method} {request.path} is not answered here. The page begins at /.", error.status)
         except TooSlowError as error:
             return error_answer(f"{error}. Send it faster.", 408)
         except ValueError as error:

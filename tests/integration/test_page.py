@@ -495,7 +495,7 @@ def test_rollouts_export_holds_the_filtered_list(url: str) -> None:
         ("/api/rollouts?reward_from=much", 400, "reward_from = 'much' is no number."),
         ("/api/rollouts?after=e30", 400, "after is no cursor of this list."),
         ("/api/rollout?id=absent", 404, "holds no span of rollout 'absent'."),
-        ("/api/call?rollout=seen-1&trace=t&span=s", 404, "GET /api/call is not answered here."),
+        ("/api/call?rollout=seen-1&trace=t&span=s", 404, "GET /api/call is not answered here. The page begins at /."),
         ("/api/call?rollout=seen-1&trace=t", 400, "the address lacks span."),
         ("/api/version?policy=policy&branch=side&version=3", 404, "the store knows no version policy@3 on branch side."),
         ("/api/rollout/turns?call=a.b.0.x", 400, "call = 'a.b.0.x' is not TRACE.SPAN.CHOICE.NANOSECONDS."),
