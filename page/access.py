@@ -68,11 +68,14 @@ class PageAccess:
         if request.headers.get("Sec-Fetch-Site", "same-origin") != "same-origin" or (origin and urlsplit(origin).netloc != request.host):
             return "this request comes from another site: nothing was changed."
         if request.content_type != "application/json":
-            return "an action is asked for in JSON: nothing was changed."
+            return "an action is asked for with Content-Type: application/json. Nothing was changed."
         shown = credential(request.headers.get("Authorization", ""))
         if is_token(request.headers.get(ACTION_HEADER), self.action_token) or is_token(shown, self._token):
             return ""
-        return "this request lacks the token for actions: nothing was changed. Load the page again, as its server has been restarted."
+        return (
+            "this request lacks the token for actions: nothing was changed. Load the page again, as its server has been restarted; "
+            "a program sends page.token as a bearer."
+        )
 
     def accepts(self, shown: str) -> bool:
         """Return whether a text is the token."""

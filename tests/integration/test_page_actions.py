@@ -113,14 +113,14 @@ def page(store: StoreSettings, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.parametrize(
     ("headers", "sentence"),
     [
-        ({"X-Spangrad-Action": ""}, "lacks the token for actions"),
+        ({"X-Spangrad-Action": ""}, "a program sends page.token as a bearer"),
         ({"X-Spangrad-Action": "guess"}, "lacks the token for actions"),
         ({"Origin": "http://evil.example"}, "comes from another site"),
         ({"Origin": "null"}, "comes from another site"),
         ({"Sec-Fetch-Site": "cross-site"}, "comes from another site"),
         ({"Sec-Fetch-Site": "same-site"}, "comes from another site"),
-        ({"Content-Type": "text/plain"}, "is asked for in JSON"),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, "is asked for in JSON"),
+        ({"Content-Type": "text/plain"}, "with Content-Type: application/json"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, "with Content-Type: application/json"),
     ],
 )
 def test_action_from_elsewhere_changes_nothing(page: ActingPage, headers: dict[str, str], sentence: str) -> None:
