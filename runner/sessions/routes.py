@@ -147,9 +147,10 @@ class SessionRoutes:
     async def reset(self, request: web.Request) -> web.Response:
         """Begin an episode, in the session that has its name."""
         data = _object(await body(request))
+        is_named = EPISODE_ID in data
         episode = data.setdefault(EPISODE_ID, uuid.uuid4().hex)
         numbers = {name: data.pop(name) for name in ("reset", "request_id") if name in data}
-        return await self._apply(request, episode, {"type": "reset", "data": data, **numbers}, opens=True)
+        return await self._apply(request, episode, {"type": "reset", "data": data, **numbers}, opens=True, keeps=is_named)
 
     async def step(self, request: web.Request) -> web.Response:
         """Apply an action in the episode that is named."""
@@ -178,14 +179,18 @@ class SessionRoutes:
         """Return the number of sessions, and its limit."""
         return json_response({"sessions": len(self._table), "capacity": self._table.capacity})
 
-    async def _apply(self, request: web.Request, name: object, message: Mapping[str, Any], *, opens: bool = False) -> web.Response:
-        """Apply a request over HTTP."""
+    async def _apply(
+        self, request: web.Request, name: object, message: Mapping[str, Any], *, opens: bool = False, keeps: bool = True
+    ) -> web.Response:
+        """Apply a request over HTTP; `opens` a session where there is none, and `keeps` it after an error."""
         try:
             if not isinstance(name, str) or not name:
                 sentence = f"name the episode: {EPISODE_ID}, as reset answers it in its metadata"
                 raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
             session = await self._table.open(name, _opening(request.headers)) if opens else self._table.find(name)
             frame = await session.ask(msgspec.json.encode(message))
+            if frame.events & FrameEvents.ERROR and not keeps:  # its user has not heard its name
+                self._table.end(session, "closed")
         except SessionError as error:
             return _http_response(error.encode())
         return _http_response(frame.payload)

@@ -30,6 +30,11 @@ class PlainPanics:
         raise Panic("broken")
 
 
+class RefusesTasks(PlainPanics):
+    def reset(self, task: Any) -> str:
+        raise ValueError("no such task")
+
+
 class PlainCancels(PlainPanics):
     def fail(self) -> None:
         raise asyncio.CancelledError

@@ -77,3 +77,13 @@ async def test_env_serve_creation_that_raises_anything_ends_no_other_session(env
             error = (await second.receive_json(timeout=20))["data"]
             assert (error["code"], error["message"]) == ("FACTORY_ERROR", "no environment can be created: RuntimeError: Panic: broken")
         assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
+
+
+async def test_env_serve_reset_over_http_that_fails_without_a_name_leaves_no_session() -> None:
+    """Its client never hears the name that the server gave it, and could not use the session."""
+    async with served("RefusesTasks") as client:
+        for fields, sessions in (({}, 0), ({"episode_id": "mine"}, 1)):
+            async with client.post("/reset", json=fields) as response:
+                assert (response.status, (await response.json())["error"]) == (500, "ValueError: no such task")
+            async with client.get("/v1/load") as response:
+                assert (await response.json())["sessions"] == sessions
