@@ -45,7 +45,7 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
             f"no span store answers at {shown_url}: process {user} has {stopped[0]} open, and answers elsewhere."
             " Set store.url to where it does."
         )
-    print(f"no store answers at {shown_url}: opening {stopped[0]} for this question", file=sys.stderr)
+    print(f"no store answers at {shown_url}: opening {stopped[0]} until this command ends", file=sys.stderr)
     with own_store(stopped[0], store) as opened:
         yield opened
 

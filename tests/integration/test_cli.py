@@ -206,7 +206,7 @@ def test_sql_command_on_stopped_store_opens_data_without_token(tmp_path: Path) -
     answer = spangrad("sql", "SELECT count() AS spans FROM spangrad.rollout_spans", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["spans", "0"]
-    assert "opening data/store for this question" in answer.stderr
+    assert "opening data/store until this command ends" in answer.stderr
 
 
 def test_sql_command_while_store_answers_elsewhere_leaves_data_alone(tmp_path: Path) -> None:
