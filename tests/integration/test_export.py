@@ -375,6 +375,17 @@ def test_export_verl_prompts_load_in_verl_dataset(store: StoreSettings, tmp_path
     assert dict(done.tally.left_out) == {"later_call": 2, "same_prompt": 1}
 
 
+def test_export_verl_leaves_out_prompt_whose_rollout_began_with_dropped_call(store: StoreSettings, tmp_path: Path) -> None:
+    world = StoredRollouts(store, "ex-verl-began")
+    world.call("r0", *chat([SYSTEM, user("rome?")], ASKS, tools=[TOOL]), dropped="no_token_ids")
+    world.call("r0", *chat([SYSTEM, user("rome?"), ASKS, ANSWERS], "sunny", tools=[TOOL]), reward=1.0, Turn=1)
+    world.call("r1", *chat([user("oslo?")], "rain"), reward=0.0)
+    world.commit()
+    done = write(world, "verl", tmp_path / "prompts.parquet")
+    assert [row["prompt"] for row in pq.read_table(tmp_path / "prompts.parquet").to_pylist()] == [[user("oslo?")]]
+    assert dict(done.tally.left_out) == {"later_call": 1, "dropped: no_token_ids": 1}
+
+
 def test_export_verl_sft_replies_are_trained_by_verl_dataset(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     sft_dataset = verl_module("verl.utils.dataset.multiturn_sft_dataset")
