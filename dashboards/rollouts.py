@@ -231,7 +231,7 @@ def _table() -> Panel:
             r.FailedToolCalls AS errors
         FROM (SELECT * FROM {ATTEMPTS} ORDER BY Timestamp DESC, RolloutId, Attempt LIMIT 200) AS a
         LEFT JOIN (
-            SELECT RunId, RolloutId, Attempt, if(Transitions = 0, NULL, Return) AS Return, ReturnsByRole, Calls, Drops, InputTokens,
+            SELECT RunId, RolloutId, Attempt, Return, ReturnsByRole, Calls, Drops, InputTokens,
                 OutputTokens, ToolCalls, FailedToolCalls
             FROM spangrad.rollouts
             WHERE {CHOSEN}
@@ -241,7 +241,7 @@ def _table() -> Panel:
         "Newest rollouts",
         sql,
         "The newest 200 attempts. return: sum of the raw rewards, and roles those of each role where rewards name some; none: not built for"
-        " the chosen dataset, not the attempt that counts, or of several roles."
+        " the chosen dataset, not the attempt that counts, without a reward, or of several roles."
         " A rollout leads to the spans it is made of and the versions it trained.",
         units={
             "began": "dateTimeAsIso", "attempt": "none", "duration": "ns", "return": "short", "calls": "short", "dropped": "short",

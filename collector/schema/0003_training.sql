@@ -181,8 +181,9 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.builds (
         role -> (role, arraySum(arrayMap((value, of) -> if(of = '' OR of = role, value, 0), `RewardTotals.Value`, `RewardTotals.Role`))),
         arraySort(arrayDistinct(arrayFilter(role -> role != '', CAST(`RewardTotals.Role`, 'Array(String)'))))), 'Map(String, Float64)')
         COMMENT 'Of each role that a reward names: its rewards and everybody''s' CODEC(ZSTD(1)),
-    Return Nullable(Float64) MATERIALIZED if(length(ReturnsByRole) > 1, NULL, arraySum(`RewardTotals.Value`))
-        COMMENT 'Sum of the rewards; NULL where they name several roles, whose rewards are never added up' CODEC(ZSTD(1)),
+    Return Nullable(Float64) MATERIALIZED if(
+        length(ReturnsByRole) > 1 OR (Transitions = 0 AND empty(`RewardTotals.Value`)), NULL, arraySum(`RewardTotals.Value`))
+        COMMENT 'Sum of the rewards; NULL: there is neither a reward nor a transition, or they name several roles, whose rewards are never added up' CODEC(ZSTD(1)),
     Attempts UInt16 COMMENT 'Of which a root span arrived; 1 where none did' CODEC(ZSTD(1)),
     StartedAt DateTime64(9) COMMENT 'Begin of the last attempt; 1970: no root span arrived' CODEC(Delta(8), ZSTD(1)),
     Seconds Float64 COMMENT 'Duration of the last attempt' CODEC(ZSTD(1)),

@@ -122,6 +122,17 @@ def test_public_tables_have_a_comment(store: StoreSettings) -> None:
     assert [name for name, comment in comments.items() if not comment.endswith(".")] == []
 
 
+def test_rollouts_table_has_no_return_where_nothing_was_rewarded(store: StoreSettings) -> None:
+    spans = SpanFactory(run="public_unrewarded")
+    spans.root("crashed", calls=0, failure="crash")
+    spans.call(spans.client(spans.root("dropped", calls=1), rollout="dropped"), rollout="dropped")
+    spans.evaluation(spans.root("idle", calls=0), 0.0)
+    post(store, spans.otlp())
+    build_once(settings_of(store, "public_unrewarded", incomplete_after_seconds=0))
+    asked = "SELECT RolloutId, Return FROM spangrad.rollouts WHERE RunId = 'public_unrewarded' ORDER BY RolloutId"
+    assert rows(store, asked) == [("crashed", None), ("dropped", None), ("idle", 0.0)]
+
+
 def test_rollouts_table_never_adds_up_the_rewards_of_several_roles(store: StoreSettings) -> None:
     spans = SpanFactory(run="public_roles")
     for rollout, rewards in (("game", [("white", 1.0), ("black", -1.0), ("", 0.5)]), ("lone", [("white", 1.0), ("", 0.5)])):
