@@ -293,7 +293,7 @@ class Trainer:
         with self.clock.stage("credit"):
             lineage, own = self.branch.lineage(), parent.tokenizer_hash
             batch, facts, calls = assemble(loaded, settings, self.normalise, lineage=lineage, divisor=rows, tokenizer_hash=own)
-            facts |= batch_metrics(loaded, settings, lineage) | self.demand.figures(self._ready)
+            facts |= batch_metrics(loaded, settings) | self.demand.figures(self._ready)
             facts |= self._retries() | self.batches.figures() | self.phases.figures()
             history = [version.metrics for version in self.branch.newest(settings.alarms.gaming_versions - 1)]
             return batch, facts | alarms.gaming([*history, facts], settings.alarms), calls

@@ -111,7 +111,7 @@ def test_success_of_rollout_with_reward_0_ignores_other_rewards(settings: Settin
         "validate_reward_tool_ok": 1.0,
     }  # fmt: skip
     batch = GroupReader(world.client, settings).load([Group(run, "validate", SPEC, "v")])
-    assert batch_metrics(batch, settings.trainer, [0])["success"] == 0.25
+    assert batch_metrics(batch, settings.trainer)["success"] == 0.25
 
 
 def test_evaluation_rates_versions_by_role_from_held_out_games(settings: Settings, world: BuiltRollouts, run: str):

@@ -91,7 +91,7 @@ def test_masks_of_truncated_calls_keep_them_in_baseline(truncated: Any, trained:
     assert metrics["masked_truncated"] == 4 - trained
     assert metrics["return_std"] == pytest.approx((1 / 6) ** 0.5)
     assert batch.advantages[-2:, 0].tolist() == [0.5, 0.0]
-    reported = batch_metrics(loaded, settings, [0])
+    reported = batch_metrics(loaded, settings)
     assert (reported["truncated_share"], reported["response_tokens_mean"], reported["response_tokens_p95"]) == (0.25, 2.25, 3.0)
 
 

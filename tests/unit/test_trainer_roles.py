@@ -144,7 +144,7 @@ def test_reward_roles_give_each_policy_own_return_and_advantage() -> None:
         assert values == pytest.approx([value for value in expected for _ in range(2)], rel=1e-5)
         _, metrics, _ = assemble(loaded, settings, estimator(settings), lineage=[3], divisor=1)
         assert (metrics["mean_return"], metrics["transitions"]) == (-0.5 if policy == "black" else 0.5, 8)
-        assert batch_metrics(loaded, settings, [3])["success"] == (0.25 if policy == "black" else 0.75)
+        assert batch_metrics(loaded, settings)["success"] == (0.25 if policy == "black" else 0.75)
     both = Loaded(batch_rollouts, transitions)
     assert set(advantages(transitions, both.own("white", TrainerSettings().selection), normalise=group_relative)) == {0.0}
 

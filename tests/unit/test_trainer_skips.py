@@ -132,6 +132,16 @@ def test_find_skips_of_one_odd_call_among_many_skips_nothing(odd: dict[str, obje
     assert {float(value) for row, value in zip(batch.rollout, batch.advantages[:, 0], strict=True) if row == 3} == {0.5}
 
 
+def test_assemble_staleness_is_that_of_trained_tokens() -> None:
+    """A call three versions behind is masked; of the trained ones, one has a token that is two versions behind."""
+    facts: list[dict[str, object]] = [{}, {"Version": 2}, {"Versions.Start": [0, 1], "Versions.Version": [5, 3]}, {}]
+    rows = [transition_row(f"r{r}", t, rewards=(float(r),), **{"Version": 5, **facts[2 * r + t]}) for r in range(2) for t in range(2)]  # type: ignore[arg-type]
+    chosen = changed(SETTINGS, {"max_staleness": 2})
+    batch, metrics, calls = assemble(loaded(rows), chosen, lambda units: units.values, lineage=(0, 1, 2, 3, 4, 5), divisor=1)
+    assert (calls.height, metrics["masked_stale"], metrics["staleness_max"]) == (3, 1.0, 2.0)
+    assert metrics["staleness_mean"] == pytest.approx(2.0 / batch.response_mask.sum())
+
+
 def test_assemble_of_masked_last_call_credits_the_call_before_it_by_final_only() -> None:
     rows = [*pair(), transition_row("a", 1, rewards=(1.0,)), transition_row("b", 1, PromptIds=[1] * 99)]
     chosen = changed(SETTINGS, {"credit__scheme": "final_only"})

@@ -50,9 +50,10 @@ def assemble(
 
     Returns:
         The batch; transitions (trained calls), masked_REASON (calls) for each reason of `trainer.ledger.skips.MASKS`, sequences, tokens
-        (processed), trained_tokens, merge_ratio, rollouts, groups, mean_return and return_std (weighted, over rollouts), mean_reward_NAME
-        (raw) for each reward's name, and greedy_return (weighted, over groups) where the estimator compares with it. The calls, a row each
-        in the order of their tokens in the batch, with the columns of `trained_calls` but Advantage (`with_token_values`).
+        (processed), trained_tokens, merge_ratio, staleness_mean and staleness_max (of trained tokens), rollouts, groups, mean_return and
+        return_std (weighted, over rollouts), mean_reward_NAME (raw) for each reward's name, and greedy_return (weighted, over groups) where
+        the estimator compares with it. The calls, a row each in the order of their tokens in the batch, with the columns of `trained_calls`
+        but Advantage (`with_token_values`).
 
     Raises:
         SettingsError: the selection has no meaning.
@@ -86,6 +87,7 @@ def assemble(
         "groups": len({rollout.group for rollout in loaded.rollouts}),
         "mean_return": worth.mean(),
         "return_std": worth.std(),
+        **batch.staleness_spread,
         **({} if loaded.greedy is None else {"greedy_return": transitions.unique(GROUP)["Greedy"].to_numpy().mean()}),
         **{f"mean_reward_{name}": mean for name, mean in named_returns(loaded.transitions).items()},
     }

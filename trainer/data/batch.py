@@ -84,6 +84,12 @@ class Batch:
         mean, deviation = (advantages.mean(), advantages.std()) if len(advantages) else (0.0, 0.0)
         return {"advantage_mean": float(mean), "advantage_std": float(deviation)}
 
+    @property
+    def staleness_spread(self) -> dict[str, float]:
+        """Return metrics: mean and largest staleness of the sampled tokens; 0 is on policy."""
+        behind = self.staleness[self.staleness != UNKNOWN]
+        return {"staleness_mean": float(behind.mean()) if len(behind) else 0.0, "staleness_max": float(behind.max(initial=0))}
+
     def numbered(self) -> Batch:
         """Return the batch as that of a step, with the index of each row."""
         rows = np.arange(len(self.rollout), dtype=np.int64)

@@ -1,13 +1,12 @@
-"""Metrics of a batch beside its return: success, staleness, failures, roles and lengths of responses.
+"""Metrics of a batch beside its return: success, failures, roles and lengths of responses.
 
 Invariant: pure functions of whole columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 import polars as pl
 
 from spangrad.semconv import REWARD_NAME
@@ -17,23 +16,20 @@ from trainer.credit.roles import role_metrics
 from trainer.data.failures import failed_shares
 from trainer.data.masks import is_truncated
 from trainer.data.source import Loaded
-from trainer.data.token_versions import staleness, token_versions
 
 
-def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[int]) -> dict[str, float]:
+def batch_metrics(loaded: Loaded, settings: TrainerSettings) -> dict[str, float]:
     """Return the metrics of a batch.
 
     Args:
         loaded: whole groups.
         settings: policy, selection, reward weights, success_reward.
-        lineage: committed versions, oldest first; the last one is about to be trained.
 
     Returns:
-        success: share of the rollouts with transitions that succeeded (`succeeded`). staleness_mean and staleness_max, over the sampled
-        tokens of the calls that may be trained: the number of committed versions between a token's and the one about to be trained; 0 is on
-        policy. truncated_share, response_tokens_mean and response_tokens_p95, over those calls: share of responses that were cut at their
-        limit of tokens, and tokens of a response. drops: calls of all rollouts that were
-        dropped. The metrics of `failed_shares` and `role_metrics` are added.
+        success: share of the rollouts with transitions that succeeded (`succeeded`). truncated_share, response_tokens_mean and
+        response_tokens_p95, over the policy's selected calls, masked ones included: share of responses that were cut at their limit of
+        tokens, and tokens of a response. drops: calls of all rollouts that were dropped. The metrics of `failed_shares` and `role_metrics`
+        are added.
     """
     rewards = (
         loaded.transitions.select(*KEY, Name="Rewards.Name", Value="Rewards.Value")
@@ -44,12 +40,8 @@ def batch_metrics(loaded: Loaded, settings: TrainerSettings, lineage: Sequence[i
     named = [sums((reward["Name"], reward["Value"]) for reward in row) for row in rewards["Rewards"].to_list()]
     successes = [succeeded(values, settings) for values in named]
     calls = loaded.transitions.filter(loaded.own(settings.policy, settings.selection))
-    behind = staleness(token_versions(calls), lineage) if lineage else np.zeros(0, np.int16)
-    behind = behind[behind >= 0]
     return {
         "success": sum(successes) / len(successes) if successes else 0.0,
-        "staleness_mean": float(behind.mean()) if len(behind) else 0.0,
-        "staleness_max": float(behind.max(initial=0)),
         "drops": float(sum(rollout.drops for rollout in loaded.rollouts)),
         **failed_shares(loaded, settings.alarms.failed_share),
         **role_metrics(loaded.transitions, settings.credit.reward_weights),
