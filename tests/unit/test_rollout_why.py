@@ -147,9 +147,14 @@ LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its le
         (WHOLE_GROUP, {}, f"its group is whole and waits for `spangrad train`. {LOOK}"),
         (
             WHOLE_GROUP,
-            {"newest": {("policy", "main"): 900}},
-            "it is stale: its oldest call was sampled by version 3, and version 900 is to be trained "
+            {"committed": {("policy", "main"): range(901)}},
+            "it is stale: its newest call was sampled by version 3, and 897 versions followed that "
             f"(trainer.sampling.max_staleness = {SETTINGS.trainer.sampling.max_staleness}). {LOOK}",
+        ),
+        (
+            replace(WHOLE_GROUP, conclusions=[KEPT_CALL, replace(KEPT_CALL, version=900)]),
+            {"committed": {("policy", "main"): range(901)}},
+            f"its group is whole and waits for `spangrad train`. {LOOK}",
         ),
         (
             replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
@@ -173,6 +178,13 @@ LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its le
 )
 def test_explain_untrained_rollout_names_cause(build: Build, facts: dict[str, Any], sentence: str) -> None:
     assert last(record(*WHOLE_SPANS, builds=(build,), **facts)) == f"It is not trained: {sentence}"
+
+
+def test_explain_staleness_counts_committed_versions_not_numbers() -> None:
+    """Versions 4 to 899 are orphaned, as crashes leave them."""
+    settings = SETTINGS.model_copy(update={"trainer": changed(SETTINGS.trainer, {"max_staleness": 1})})
+    rollout = record(*WHOLE_SPANS, builds=(WHOLE_GROUP,), committed={("policy", "main"): [3, 900]})
+    assert last(rollout, settings) == f"It is not trained: its group is whole and waits for `spangrad train`. {LOOK}"
 
 
 def test_explain_with_unreachable_ledger_leaves_skips_open() -> None:

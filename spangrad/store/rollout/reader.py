@@ -80,7 +80,9 @@ FROM (SELECT * FROM spangrad.batches WHERE {_OF_ROLLOUT}) AS b
 LEFT JOIN spangrad.policy_versions AS v ON b.Policy = v.Policy AND b.Branch = v.Branch AND b.Version = v.Version
 ORDER BY b.Policy, b.Branch, b.Version
 """
-_NEWEST = "SELECT Policy, Branch, max(Version) FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch"
+_COMMITTED = """
+SELECT Policy, Branch, arraySort(groupArray(Version)) FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch
+"""
 _NEAR = """
 SELECT RolloutId FROM spangrad.rollout_spans WHERE RolloutId != '' AND ({where}) GROUP BY RolloutId ORDER BY max(IngestedAt) DESC
 LIMIT {most:UInt8}
@@ -130,7 +132,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         reading = pool.submit(spans_of, traces)
         built, called = pool.submit(rows, _BUILDS), pool.submit(rows, _CALLS, keys=[id_, *traces])
-        trained, newest, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _NEWEST, _DATASETS))
+        trained, committed, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _COMMITTED, _DATASETS))
         builds = [_BuildRow(*row) for row in built.result()]
         concluded = [pool.submit(rows, sql, builds=[build.id for build in builds]) for sql in (_TRANSITIONS, _DROPS, _GIVEN)]
         groups = [pool.submit(rows, _GROUP, run=build.run, spec=build.spec, group=build.group, mode=build.mode) for build in builds]
@@ -155,7 +157,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
         rewards,
         _builds(builds, of_groups, conclusions, datasets.result(), skipped),
         [TrainedBatch(*row) for row in trained.result()],
-        {(policy, branch): version for policy, branch, version in newest.result()},
+        {(policy, branch): versions for policy, branch, versions in committed.result()},
         moment(max(row["Arrived"] for row in all_rows)),
         moment(now),
         roles_by_run=dict(roles.result()),

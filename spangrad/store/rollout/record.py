@@ -206,8 +206,8 @@ class Record:
     rewards: Sequence[Reward]
     builds: Sequence[Build]
     trained: Sequence[TrainedBatch] = ()
-    newest: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """The newest committed version of each policy and branch."""
+    committed: Mapping[tuple[str, str], Sequence[int]] = field(default_factory=dict[tuple[str, str], Sequence[int]])
+    """Numbers of the committed versions of each policy and branch, in order; those of orphaned versions are missing among them."""
     last_arrival: datetime | None = None
     """Time at which the newest span or evaluation of the rollout arrived, by the store's clock."""
     now: datetime | None = None

@@ -224,16 +224,17 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
 
 def _ready(build: Build, record: Record, settings: Settings) -> str:
     trainer = settings.trainer
-    newest = record.newest.get((trainer.policy, trainer.branch))
     versions = (item.version for item in build.conclusions if item.version is not None and item.policy == trainer.policy)
-    oldest = min(versions, default=None)
-    if oldest is None:
+    newest = max(versions, default=None)
+    if newest is None:
         return f"none of its transitions is of policy {trainer.policy}, which the trainer, as it is set up here, trains."
     ledger = "trainer.ledger_url" if trainer.ledger_url else trainer.directory / LEDGER
     skip_text = f"If `spangrad train` has skipped it, the reason is in its log and its ledger ({ledger})."
     if record.ledger_silent:
         skip_text = f"Whether a trainer has skipped its group is not known: {record.ledger_silent}"
-    if newest is not None and newest - oldest > trainer.sampling.max_staleness:
-        staleness_text = f"its oldest call was sampled by version {oldest}, and version {newest} is to be trained"
+    # As the trainer counts: committed versions, whose numbers have gaps; a group with a fresh call is trained.
+    since = sum(version > newest for version in record.committed.get((trainer.policy, trainer.branch), ()))
+    if since > trainer.sampling.max_staleness:
+        staleness_text = f"its newest call was sampled by version {newest}, and {counted(since, 'version')} followed that"
         return f"it is stale: {staleness_text} (trainer.sampling.max_staleness = {trainer.sampling.max_staleness}). {skip_text}"
     return f"its group is whole and waits for `spangrad train`. {skip_text}"
