@@ -44,6 +44,7 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
     rows = [
         {"input_ids": [3, 4, 5], "loss_mask": [0, 1, 1]},
         {"PromptIds": [3, 4], "ResponseIds": [5, 6]},
+        {"PromptIds": [3, 4], "ResponseIds": [5, 6], "TokenizerHash": ""},
         {"messages": [USER, RIGHT]},
         {"messages": [USER, {**WRONG, "weight": 0}, {"role": "tool", "content": "error"}, {**RIGHT, "weight": 1}, USER]},
         {"messages": [USER, WRONG, {"role": "tool", "content": [{"type": "text", "text": "error"}]}, RIGHT], "score": 1},
@@ -56,6 +57,7 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
     assert trained(examples) == [
         [([3, 4, 5], [0, 1, 1])],
         [([3, 4, 5, 6], [0, 0, 1, 1])],
+        [([3, 4, 5, 6], [0, 0, 1, 1])],
         [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
         [([*ASKED, 10, 11, 2, *again, 9, 11, 2], [0] * 16 + [1] * 3)],
         [([*ASKED, 10, 11, 2, *again, 9, 11, 2], [0] * 7 + [1] * 3 + [0] * 6 + [1] * 3)],
@@ -63,7 +65,7 @@ def test_read_examples_each_form_of_sft_row_gives_token_sequences(policy: Path, 
         [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3)],
         [([1, 5, 10, 11, 2, *ASKED, 9, 11, 2], [0] * 12 + [1] * 3)],  # a greeting is no reply
     ]
-    assert (examples.rows, examples.with_ids, examples.rendered, dict(examples.left_out), examples.unread) == (8, 2, 6, {}, {"score"})
+    assert (examples.rows, examples.with_ids, examples.rendered, dict(examples.left_out), examples.unread) == (9, 3, 6, {}, {"score"})
 
 
 def test_read_examples_arguments_nested_too_deep_stay_text(policy: Path, tmp_path: Path):

@@ -67,7 +67,7 @@ class FileRow:
     def tokenizers(self) -> frozenset[str]:
         """Return the hashes of the tokenizers of its token ids; empty: it names none."""
         if "TokenizerHash" in self.values:
-            return frozenset({str(self.values["TokenizerHash"])})
+            return frozenset({str(self.values["TokenizerHash"])} - {""})
         named = [meta.get("tokenizers") or [] for meta in _metas(self.values)]
         return frozenset(str(name) for names in named for name in (names if isinstance(names, list) else [names]))
 
