@@ -173,13 +173,14 @@ LEFT JOIN (
 COMMENT 'Rollouts that were built, a row each and build specification: task, outcome, rewards, tokens, tools, time by stage, and the version that it trained.';
 
 CREATE VIEW IF NOT EXISTS spangrad.steps AS
-SELECT Policy, Branch, Version, Parent, RunId, Mode, BatchId, Metrics['mean_return'] AS Return, Metrics['success'] AS Success,
-    Metrics['rollouts'] AS Rollouts, Metrics['transitions'] AS Transitions, Metrics['tokens'] AS Tokens,
-    Metrics['staleness_mean'] AS Staleness, Metrics['loss'] AS Loss, Metrics['grad_norm'] AS GradNorm,
+WITH name -> if(mapContains(Metrics, name), Metrics[name], NULL) AS metric
+SELECT Policy, Branch, Version, Parent, RunId, Mode, BatchId, metric('mean_return') AS Return, metric('success') AS Success,
+    metric('rollouts') AS Rollouts, metric('transitions') AS Transitions, metric('tokens') AS Tokens,
+    metric('staleness_mean') AS Staleness, metric('loss') AS Loss, metric('grad_norm') AS GradNorm,
     mapFilter((name, value) -> startsWith(name, 'seconds_'), Metrics) AS Seconds, Metrics, IngestedAt
 FROM spangrad_internal.policy_versions FINAL
 WHERE Status = 'committed' AND BatchId != ''
-COMMENT 'Training steps: a row each committed version that a batch made, with all metrics of the step.';
+COMMENT 'Training steps: a row each committed version that a batch made, with all metrics of the step. NULL: the step has no such number, as training on files has no return.';
 
 CREATE VIEW IF NOT EXISTS spangrad.policy_versions AS SELECT * FROM spangrad_internal.policy_versions FINAL
 COMMENT 'Versions of policies, each once.';

@@ -114,6 +114,15 @@ def test_steps_table_has_row_per_version_with_metrics(store: StoreSettings, tool
     assert rows(store, asked) == [(4, 3, 0.5, {"seconds_train": 2.0}, metrics)]
 
 
+def test_steps_table_has_null_where_a_step_has_no_such_metric(store: StoreSettings) -> None:
+    step = {"Policy": "files", "Branch": "main", "RunId": "files", "BatchId": "files-1", "Version": 1, "Status": "committed"}
+    with connect(store) as client:
+        row = {**step, "Metrics": {"loss": 1.5, "tokens": 40.0}}
+        client.insert("spangrad_internal.policy_versions", [list(row.values())], column_names=list(row))
+    asked = "SELECT Return, Success, Rollouts, Transitions, Tokens, Staleness, Loss, GradNorm FROM spangrad.steps WHERE RunId = 'files'"
+    assert rows(store, asked) == [(None, None, None, None, 40.0, None, 1.5, None)]
+
+
 def test_public_tables_have_a_comment(store: StoreSettings) -> None:
     comments = dict(rows(store, f"SELECT name, comment FROM system.tables WHERE database = '{PUBLIC}'"))
     assert {"attempts", "calls", "drops", "execution", "lineage", "policy_versions", "rollouts", "steps", "tool_calls", "transitions"} <= {
