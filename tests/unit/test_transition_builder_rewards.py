@@ -230,6 +230,32 @@ def test_evaluation_on_span_of_call_belongs_to_call() -> None:
     ]
 
 
+def test_evaluation_on_client_belongs_to_the_retry_that_was_used() -> None:
+    """The client kept the first answer, as its response id says, though it had asked once more."""
+    spans = SpanFactory()
+    root = spans.root()
+    client = spans.client(root)
+    used, unused = spans.call(client), spans.call(client)
+    spans.spans[1]["Attributes"]["gen_ai.response.id"] = f"id-{used}"  # type: ignore[index]
+    spans.evaluation(client, 1)
+    built = build(spans.frames(), BuilderSettings())
+    assert built.drops.select("SpanId", "Reason").rows() == [(unused, "retried")]
+    assert rewards_of(built) == [(used, "reward", 1.0, "evaluation_event", client)]
+
+
+def test_evaluation_of_call_recorded_twice_belongs_to_outer_recording() -> None:
+    spans = SpanFactory()
+    root = spans.root()
+    client = spans.client(root)
+    outer = spans.call(client)
+    inner = spans.call(outer, process="inner")
+    spans.evaluation(client, 1)
+    spans.evaluation(inner, 2, "style")
+    built = build(spans.frames(), BuilderSettings())
+    assert built.drops.select("SpanId", "Reason").rows() == [(inner, "duplicate")]
+    assert rewards_of(built) == [(outer, "reward", 1.0, "evaluation_event", client), (outer, "style", 2.0, "evaluation_event", inner)]
+
+
 def test_rewards_of_dropped_calls_move_to_nearest_earlier_kept_call_or_first() -> None:
     spans = SpanFactory()
     root = spans.root()

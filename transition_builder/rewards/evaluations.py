@@ -1,7 +1,8 @@
 """Final rewards and rewards of single calls, as evaluators give them. Invariant: a score that is no finite number is never read as 0.
 
-Targets. An evaluation on a call's own span (the gateway's, or the client's span of the same call: then the last call below it, its first
-choice), or one that names a response id, is that call's. Any other is the rollout's. A SQL reward may name a tool's span as well: it is
+Targets. An evaluation on a call's own span (the gateway's, or the client's span of the same call: then the last used call below it, its
+first choice), or one that names a response id, is that call's; one on a duplicate's span is of the call that counts. Any other is the
+rollout's. A SQL reward may name a tool's span as well: it is
 the reward of the call that caused the tool.
 
 Sources. `runner`: an event on the attempt's root. `evaluation_event`: an event on any other span. `evaluation_log`: a log record.
@@ -127,9 +128,10 @@ def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataF
 
 
 def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return calls by their spans, and by their response ids: the latest call, its first choice."""
-    identity = calls.select(*ATTEMPT, *SPAN, "Order", "ChoiceIndex", "CallId", "ResponseId", "ClientNode")
-    latest = identity.sort("Order", "ChoiceIndex", descending=[True, False])
+    """Return calls by their spans, and by their response ids: the latest call that the agent used, its first choice."""
+    counting = pl.when(pl.col("DuplicateOf") != "").then("DuplicateOf").otherwise("CallId")
+    identity = calls.select(*ATTEMPT, *SPAN, "Retried", "Order", "ChoiceIndex", "ResponseId", "ClientNode", CallId=counting)
+    latest = identity.sort("Retried", "Order", "ChoiceIndex", descending=[False, True, False])
     client = nodes.select(*SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
     own = latest.select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_span"))
     through = latest.select(*ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")
