@@ -17,6 +17,7 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import Stage, transition_ids
 from transition_builder import dialects, rewards
 from transition_builder.calls import reconcile
+from transition_builder.calls.causes import spans_of
 from transition_builder.calls.reconstruct import reconstruct
 from transition_builder.completeness.resolve import NAMED, owners_at_hand, resolve
 from transition_builder.dialects.conventions import gateway
@@ -159,7 +160,7 @@ def _tool_calls(
     if caused.is_empty():
         return empty(TOOL_CALLS)
     span = nodes.select("Timestamp", Error=pl.when("ToolFailed").then("StatusMessage").otherwise(pl.lit("")))[caused["Tool"]]
-    scored = given.group_by(SPAN).agg(Reward=pl.col("Value").sum())
+    scored = spans_of(caused, nodes).join(given.select(*SPAN, "Value"), on=SPAN).group_by("Tool").agg(Reward=pl.col("Value").sum())
     rows = (
         caused.hstack(span)
         .with_columns(
@@ -172,7 +173,7 @@ def _tool_calls(
             Error=pl.col("Error").fill_null(""),
             Requested="Asked",
         )
-        .join(scored, on=SPAN, how="left", maintain_order="left")
+        .join(scored, on="Tool", how="left", maintain_order="left")
         .join(rollouts.select(*ROLLOUT, "Mode", "GroupId", "GroupSize", "TaskId"), on=ROLLOUT, maintain_order="left")
     )
     return conform(_stamp(rows, spec).sort(*ATTEMPT, "Position"), TOOL_CALLS)

@@ -327,8 +327,8 @@ TOOL_CALLS: Schema = {
     "SpanId": _TEXT,
 }
 """Tool calls of every attempt, each once, however many spans record it. Position: among the tool calls of its attempt, from 0. CallId: of
-the call that caused it, empty where none did; Requested: that call asked for it by its id. Reward: sum of the rewards that its span gave;
-null where it gave none."""
+the call that caused it, empty where none did; Requested: that call asked for it by its id. Reward: sum of the rewards that its spans gave;
+null where they gave none."""
 
 TIMES: Schema = {
     "RunId": _TEXT,

@@ -138,7 +138,7 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.tool_calls (
     AgentName LowCardinality(String) COMMENT 'Agent that ran it' CODEC(ZSTD(1)),
     CallId String COMMENT 'Policy call that caused it; empty: none did' CODEC(ZSTD(1)),
     Requested Bool COMMENT 'Whether that call requested it by its id; else it is the call that came before' CODEC(ZSTD(1)),
-    Reward Nullable(Float64) COMMENT 'Sum of the rewards that its span gave; NULL: it gave none' CODEC(ZSTD(1)),
+    Reward Nullable(Float64) COMMENT 'Sum of the rewards that its spans gave; NULL: they gave none' CODEC(ZSTD(1)),
     TraceId String CODEC(ZSTD(1)),
     SpanId String CODEC(ZSTD(1)),
     BuildId UInt64 MATERIALIZED sipHash64(RunId, RolloutId, BuildSpec, Revision, Content) COMMENT 'As in spangrad_internal.builds' CODEC(ZSTD(1)),

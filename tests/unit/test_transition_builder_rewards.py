@@ -171,6 +171,22 @@ def test_sql_reward_row_names_call_by_id_span_or_caused_tool(tmp_path: Path) -> 
     ]
 
 
+def test_reward_on_inner_span_of_tool_call_belongs_to_tool_call(tmp_path: Path) -> None:
+    """AutoGen's tools have a span of OpenInference's and a native one inside it."""
+    spans = SpanFactory()
+    root = spans.root()
+    spans.evaluation(root, 1)
+    agent = spans.span("agent", root, kind="AGENT")
+    call = spans.call(spans.client(agent))
+    outer = spans.span("search", agent, kind="TOOL")
+    native = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"}
+    inner = spans.span("execute_tool search", outer, Attributes=native)
+    spans.evaluation(inner, 2, "found")
+    built = by_sql(spans, tmp_path, sql_row("rated", 4.0, PerCall=True, SpanId=inner))
+    assert built.tool_calls.select("SpanId", "Reward").rows() == [(outer, 6.0)]
+    assert ("rated", call) in {(name, target) for target, name, *_ in rewards_of(built)}
+
+
 def test_evaluations_of_one_span_last_counts_and_different_spans_sum() -> None:
     spans = SpanFactory()
     root = spans.root()

@@ -43,6 +43,12 @@ def tool_calls(nodes: pl.DataFrame, forest: SpanForest, is_call: Mask) -> pl.Dat
     )
 
 
+def spans_of(tools: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
+    """Return a row each span of each tool call: Tool, and SPAN of the span; `nodes` are those that Tool and Nodes number."""
+    spans = tools.select("Tool", Node="Nodes").explode("Node", empty_as_null=False)
+    return spans.select("Tool").hstack(nodes.select(SPAN)[spans["Node"]])
+
+
 def asked_by_id(nodes: pl.DataFrame, tools: pl.DataFrame, events: Indices, attempt: Indices, call_of: Indices) -> Indices:
     """Return the event of the call whose response requested each tool call by its id; NO_CALL where none did.
 

@@ -15,6 +15,7 @@ import polars as pl
 
 from spangrad import semconv
 from spangrad.types import RewardSource
+from transition_builder.calls.causes import spans_of
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import concat, empty
 from transition_builder.rewards.precedence import NO_VALUE, NOT_FINITE, REPORTED, as_reported
@@ -114,7 +115,8 @@ def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataF
     if elsewhere.is_empty():
         return reported.with_columns(CallId=pl.lit(""))
     by_span, by_response = _targets(calls, nodes)
-    by_tool = caused.filter(pl.col("CallId") != "").select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_tool"))
+    causing = caused.filter(pl.col("CallId") != "")
+    by_tool = spans_of(causing, nodes).join(causing.select(*ATTEMPT, "Tool", by_tool="CallId"), on="Tool").drop("Tool")
     known = calls.select(*ATTEMPT, "CallId", known=pl.lit(True))
     targeted = (
         elsewhere.join(known, on=[*ATTEMPT, "CallId"], how="left")
