@@ -127,7 +127,7 @@ def _version(policy: str, ancestor: Ancestor) -> Iterator[str]:
 
 
 def _rollout(rollout: BatchRolloutRow) -> Iterator[str]:
-    none = "" if rollout.spans else ": no call of this policy was built"
+    none = "" if rollout.spans else ": no call of this policy was trained"
     yield f"  rollout {rollout.rollout}, attempt {rollout.attempt}, revision {rollout.revision}, group {rollout.group}{none}"
     for span in rollout.spans:
         yield f"    span {span.trace}/{span.span}, call {span.call}"

@@ -1,12 +1,12 @@
 """Lineage: the versions and spans that a version was trained on, and the versions that a span trained, from the store's copy of the ledger.
 
 In: a client of the store, a version or a span. Out: `VersionLineage`, `SpanLineage`. Invariant: parents are the ledger's: across branches,
-around versions that were rolled back; spans are those of `spangrad.lineage`.
+around versions that were rolled back; spans are those of `spangrad.lineage` that were in the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,17 @@ SELECT GroupId, RolloutId, Attempt, TraceId, SpanId, CallId, TransitionId
 FROM spangrad.lineage WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64}
 ORDER BY TraceId, SpanId, CallId
 """
+_TRAINED_CALLS = """
+SELECT BatchId, CallId FROM spangrad.trained_calls
+WHERE Policy IN {policies:Array(String)} AND Branch IN {branches:Array(String)} AND Version IN {versions:Array(UInt64)}
+"""
+"""Query of the calls in the loss of some versions; none of a version of files, or of one whose calls were not copied to the store."""
 _FILES = """
 SELECT BatchId, Method, Step, Steps, Name, Sha256, Bytes, Trained
 FROM spangrad.batch_files WHERE Policy = {policy:String} ORDER BY BatchId, Name, Sha256
 """
 _BY_CALL = """
-SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, TransitionId
+SELECT Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, TransitionId, CallId
 FROM spangrad.lineage WHERE TraceId = {trace:String} AND SpanId = {span:String} ORDER BY Policy, Branch, Version, TransitionId
 """
 _BY_ROLLOUT = """
@@ -73,7 +78,7 @@ class BatchRolloutRow:
     attempt: int
     revision: int
     spans: list[TrainedSpan]
-    """Trained spans. Empty: every call of this policy in it was dropped."""
+    """Trained spans. Empty: every call of this policy in it was dropped or masked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +214,7 @@ def of_span(client: Client, trace: str, span: str) -> SpanLineage:
         raise StoreError(f"the store holds no span {trace}/{span} of a rollout. `spangrad rollout show ID` draws those of one.")
     # An agent's own spans may not name their run; then the rollout's name has to do.
     runs = sorted({str(row[1]) for row in of_rollouts} - {""})
-    rows = rows or _rows(client, _BY_ROLLOUT, rollouts=rollouts, runs=runs)
+    rows = _without_masked(client, rows) if rows else _rows(client, _BY_ROLLOUT, rollouts=rollouts, runs=runs)
     trees = {policy: _versions(client, policy) for policy in {str(row[0]) for row in rows}}
     return SpanLineage(
         trace,
@@ -260,10 +265,29 @@ def _with_batch(client: Client, policy: str, version: Ancestor, sizes: Mapping[s
 
 def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRolloutRow]:
     spans: dict[tuple[str, str, int], list[TrainedSpan]] = {}
-    for group, rollout, attempt, *span in _rows(client, _SPANS, policy=policy, branch=version.branch, version=version.version):
-        spans.setdefault((group, rollout, attempt), []).append(TrainedSpan(*span))
+    trained = _trained_calls(client, [(policy, version.branch, version.version)]).get(version.batch)
+    for group, rollout, attempt, *names in _rows(client, _SPANS, policy=policy, branch=version.branch, version=version.version):
+        span = TrainedSpan(*names)
+        if trained is None or span.call in trained:
+            spans.setdefault((group, rollout, attempt), []).append(span)
     rows = _rows(client, _ROLLOUTS, policy=policy, batch=version.batch)
     return [BatchRolloutRow(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
+
+
+def _without_masked(client: Client, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Return rows of _BY_CALL without CallId, each once; TransitionId is empty where the call was masked in the step."""
+    trained = _trained_calls(client, [row[:3] for row in rows])
+    known = [(*facts, transition if call in trained.get(facts[3], {call}) else "") for *facts, transition, call in rows]
+    return list(dict.fromkeys(known))
+
+
+def _trained_calls(client: Client, versions: Sequence[Sequence[Any]]) -> dict[str, set[str]]:
+    """Return the calls in the loss of some versions (policy, branch, number), by batch; nothing of a batch of which none are known."""
+    policies, branches, numbers = (sorted(set(names)) for names in zip(*versions, strict=True))
+    calls: dict[str, set[str]] = {}
+    for batch, call in _rows(client, _TRAINED_CALLS, policies=policies, branches=branches, versions=numbers):
+        calls.setdefault(batch, set()).add(call)
+    return calls
 
 
 def _rows(client: Client, sql: str, **parameters: Any) -> list[Any]:

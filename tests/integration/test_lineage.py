@@ -71,7 +71,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
         f"{run}@3 on branch main, committed, from {run}@1, batch {batches[3]}: 1 groups, 2 rollouts of run {run} (train)",
         f"  checksum {checksums[3]}, {paths[3]}",
     ]
-    assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was built" in version_text(lineage)
+    assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was trained" in version_text(lineage)
     assert f"    span TraceId-{run}-a-0/SpanId-{run}-a-0, call CallId-{run}-a-0" in version_text(lineage)
 
     of_the_fork = of_version(world.client, run, 4, None, 0)
@@ -126,6 +126,20 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
     assert spangrad(settings, "lineage", "--span", f"TraceId-{run}-a-0/SpanId-{run}-a-0").splitlines() == span_text(back)
     trainer.ledger.close()
     fork.ledger.close()
+
+
+def test_lineage_leaves_out_spans_of_masked_calls(settings: Settings, tiny_model: Path, run: str) -> None:
+    """The second calls are of another tokenizer: their rewards count in the batch, and no version was trained on them."""
+    world = BuiltRollouts(settings, tiny_model)
+    world.group("g", [1.0, 0.0], Policy=run, calls=[{}, {"TokenizerHash": "another"}])
+    trainer = trainer_over(world, settings)
+    trainer.run(follow=False)
+    (batch, *_) = of_version(world.client, run, 1, None, 1).ancestors
+    assert batch.batch_rollouts
+    assert [[span.call for span in rollout.spans] for rollout in batch.batch_rollouts] == [[f"CallId-{run}-g-{i}"] for i in range(2)]
+    spans = [of_span(world.client, f"TraceId-{run}-{place}", f"SpanId-{run}-{place}") for place in ("g-0", "g-0-1")]
+    assert [[(one.version, one.transition) for one in span.versions] for span in spans] == [[(1, f"TransitionId-{run}-g-0")], [(1, "")]]
+    trainer.ledger.close()
 
 
 def spangrad(settings: Settings, *arguments: str) -> str:
