@@ -6,9 +6,12 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,9 @@ class Player:
         self.wrong: list[str] = []
         self.random = random.Random(number)
 
-    def play(self, until: float) -> None:
+    def play(self, over: threading.Event) -> None:
         episode = 0
-        while time.monotonic() < until:
+        while not over.is_set() or self.finished < 2:
             episode += 1
             try:
                 self._episode(self.number * 100_000 + episode * 100)
@@ -78,9 +81,9 @@ class Game:
         """Number of players that are to be killed."""
         self.random = random.Random(number)
 
-    async def play(self, until: float) -> None:
+    async def play(self, over: threading.Event) -> None:
         number = 0
-        while time.monotonic() < until or self.killed or self.kinds["whole"] < 2:
+        while not over.is_set() or self.killed or self.kinds["whole"] < 2:
             number += 1
             name = f"{self.number}-{number}"
             returns = await asyncio.gather(*(asyncio.to_thread(self._play, name, role) for role in ("white", "black")))
@@ -137,12 +140,11 @@ async def killed_sessions(directory: Path, kills: int, seconds: float) -> None:
     """Kill a process now and then while clients play: each fifth time the server, else one of its processes."""
     service, log = Service("guess_game:Guess", directory), directory / "steps"
     players = [Player(number, service.url, log) for number in range(CLIENTS)]
-    end = time.monotonic() + seconds
 
     def kill(number: int) -> Coroutine[Any, Any, None]:
         return service.kill_server() if number % 5 == 0 else service.kill_shard()
 
-    await service.disturb([asyncio.to_thread(player.play, end) for player in players], kill, kills, seconds)
+    await service.disturb([partial(asyncio.to_thread, player.play) for player in players], kill, kills, seconds)
     assert [wrong for player in players for wrong in player.wrong] == []
     played = Counter(line for line in log.read_text().splitlines() if not line.endswith("closed"))
     assert {line: times for line, times in played.items() if times > 1} == {}
@@ -157,7 +159,6 @@ async def killed_games(directory: Path, report: Callable[[str], None], kills: in
     log = directory / "relay.log"
     service = Service("relay:Relay", directory, {"RELAY_LOG": str(log)}, SOON)
     games = [Game(number, service.url) for number in range(GAMES)]
-    end = time.monotonic() + seconds
 
     async def kill(number: int) -> None:
         if number % 3 == 0:
@@ -167,7 +168,7 @@ async def killed_games(directory: Path, report: Callable[[str], None], kills: in
         else:
             await service.kill_shard()
 
-    await service.disturb([game.play(end) for game in games], kill, kills, seconds)
+    await service.disturb([game.play for game in games], kill, kills, seconds)
     kinds = sum((game.kinds for game in games), Counter[str]())
     forfeits = sum("forfeit" in line for lines in lines_by_game(log).values() for line in lines)
     report(f"games of {GAMES} pairs beside {kills} kills: {dict(kinds)}; {forfeits} forfeits")
@@ -195,17 +196,27 @@ class Service:
         self._descendants: list[psutil.Process] = []
 
     async def disturb(
-        self, playing: list[Coroutine[Any, Any, None]], kill: Callable[[int], Coroutine[Any, Any, None]], kills: int, seconds: float
+        self,
+        plays: list[Callable[[threading.Event], Coroutine[Any, Any, None]]],
+        kill: Callable[[int], Coroutine[Any, Any, None]],
+        kills: int,
+        seconds: float,
     ) -> None:
-        """Serve until all have played, and kill at even intervals."""
+        """Serve players that play until the kills, which come at even intervals, are over: a machine that is busy starts servers late."""
+        # Threads for all players and the kills: a loop's own are few on a machine of few cores.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4 * CLIENTS))
         await asyncio.to_thread(self._start)
-        tasks = [asyncio.create_task(each) for each in playing]
+        over = threading.Event()
+        tasks = [asyncio.create_task(play(over)) for play in plays]
         try:
             for number in range(1, kills + 1):
                 await asyncio.sleep(seconds / (kills + 1))
                 await kill(number)
+            await asyncio.sleep(seconds / (kills + 1))
+            over.set()
             await asyncio.gather(*tasks)
         finally:
+            over.set()
             await asyncio.to_thread(self._child.stop)
 
     async def kill_server(self) -> None:
@@ -224,7 +235,7 @@ class Service:
 
     async def require_end(self) -> None:
         """Require that no process is left."""
-        await asyncio.to_thread(wait_until, lambda: not any(map(lives, self._descendants)), 10, "the end of all processes")
+        await asyncio.to_thread(wait_until, lambda: not any(map(lives, self._descendants)), 60, "the end of all processes")
 
     def _start(self) -> None:
         self._child = Child("environments", self._command, self._log, self._variables, inherit_settings=False)
