@@ -101,7 +101,7 @@ def test_journal_after_kill_is_inserted_by_store_with_newer_tables(tmp_path: Pat
 @pytest.mark.parametrize("rollouts", [1, 200], ids=["by Python", "by the engine"])
 def test_store_body_delivered_3_times_counts_once(tmp_path: Path, chance: Random, rollouts: int) -> None:
     """One after the other, and together in one insert."""
-    store, run = store_settings(tmp_path / "data", linger_ms=1000), uuid.uuid4().hex[:8]
+    store, run = store_settings(tmp_path / "data", settle_seconds=600), uuid.uuid4().hex[:8]
     factory = Rollouts(chance.randrange(2**32), run)
     body, logs = _body(factory, rollouts), factory.logs(factory.rollout()[1])
     with running_store(store, tmp_path / "log"), connect(store) as client:
