@@ -44,13 +44,16 @@ _WRAPPER = """#!{own} -IS
 import json, os, signal, socket, sys
 if sys.argv[1:3] != ["-m", {module!r}]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+passed = (signal.SIGTERM, signal.SIGINT)
+signal.pthread_sigmask(signal.SIG_BLOCK, passed)  # they wait until there is a fork that they can be passed to
 server = socket.socket(socket.AF_UNIX)
 server.connect({path!r})
 order = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), None]).encode()
 socket.send_fds(server, [len(order).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(order)
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in passed:
     signal.signal(number, lambda number, _: server.send(bytes([number])))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, passed)
 code = server.recv(1)
 if not code:
     os.kill(os.getpid(), signal.SIGKILL)
