@@ -105,10 +105,11 @@ async def test_slots_of_a_handler_are_shared_by_the_processes_of_its_worker(tmp_
 
 
 async def test_handlers_limit_the_time_of_their_agents(tmp_path: Path) -> None:
-    agent = CommandAgent(("sh", "-c", "sleep 1; echo 0.5"), directory=tmp_path)
+    seconds = {"slow": 1, "hurried": 60}
+    agents = {name: CommandAgent(("sh", "-c", f"sleep {seconds[name]}; echo 0.5"), directory=tmp_path) for name in seconds}
     handlers = {"slow": HandlerSettings(), "hurried": HandlerSettings(timeout_seconds=0.2)}
     with runner_services(tmp_path, max_attempts=1, handlers=handlers) as services:
-        async with Runner(services.settings, dict.fromkeys(handlers, agent)) as runner:
+        async with Runner(services.settings, agents) as runner:
             tasks = [Task(name, name, data_source=name) for name in handlers]
             outcomes = {each.task_id: each.failure for each in await runner.run(tasks, mode=Mode.TRAIN, group_size=1)}
     assert outcomes == {"slow": None, "hurried": "timeout"}
