@@ -167,7 +167,7 @@ async def test_env_serve_http_keeps_the_episode_by_its_id() -> None:
 
 
 async def test_env_serve_step_that_hangs_loses_its_session_and_no_other() -> None:
-    settings = environment_service_settings(operation_seconds=1.0)
+    settings = environment_service_settings(operation_seconds=5.0)
     async with served(settings=settings) as (client, _), client.ws_connect("/ws") as first, client.ws_connect("/ws") as second:
         for connection in (first, second):
             await ask(connection, "reset")
@@ -179,7 +179,7 @@ async def test_env_serve_step_that_hangs_loses_its_session_and_no_other() -> Non
 
 
 async def test_env_serve_idle_session_gets_an_error_and_ends() -> None:
-    settings = environment_service_settings(idle_seconds=0.5)
+    settings = environment_service_settings(idle_seconds=3.0)
     async with served(settings=settings) as (client, _), client.ws_connect("/ws") as connection:
         await ask(connection, "reset")
         error = await connection.receive_json(timeout=20)

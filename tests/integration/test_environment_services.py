@@ -115,7 +115,7 @@ async def test_rewards_service_answers_evaluator_that_raises_stop_iteration() ->
     (port,) = free_ports(1)
     async with running(Settings(rewards=RewardServiceSettings(port=port)), ends) as url, aiohttp.ClientSession() as client:
         judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
-        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(5)) as answer:
+        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(60)) as answer:
             assert (answer.status, await answer.json()) == (500, {"error": "RuntimeError: ends raised StopIteration"})
 
 
@@ -135,9 +135,9 @@ async def test_rewards_service_outlives_evaluator_that_exits(evaluator: Callable
     (port,) = free_ports(1)
     async with running(Settings(rewards=RewardServiceSettings(port=port)), evaluator) as url, aiohttp.ClientSession() as client:
         judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
-        async with client.post(url, json={**judged, "input": "exit"}, timeout=aiohttp.ClientTimeout(5)) as answer:
+        async with client.post(url, json={**judged, "input": "exit"}, timeout=aiohttp.ClientTimeout(60)) as answer:
             assert (answer.status, await answer.json()) == (500, {"error": "SystemExit: 2"})
-        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(5)) as answer:
+        async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(60)) as answer:
             assert (answer.status, await answer.json()) == (200, 1.0)
 
 
