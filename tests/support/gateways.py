@@ -82,7 +82,7 @@ class Stage:
 
     async def readiness(self, until: str) -> None:
         """Wait until /readyz says so."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while until not in await (await self.client.get("/readyz")).text():  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
 
@@ -136,7 +136,7 @@ async def backends(stage: Stage) -> list[dict[str, Any]]:
 
 
 async def all_serve(stage: Stage, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while [backend["status"] for backend in await backends(stage)] != ["serving"] * count:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
 

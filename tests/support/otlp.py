@@ -350,7 +350,7 @@ class OtlpSink(HttpServer):
             self.changed.notify_all()
         return 200, {"content-type": "application/x-protobuf"}, b""
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         with self.changed:
             assert self.changed.wait_for(condition, seconds), f"not within {seconds} s; names so far: {[span.name for span in self.spans]}"
 
