@@ -86,7 +86,7 @@ async def test_backends_drain_waits_for_calls_in_flight(tmp_path: Path) -> None:
         call = asyncio.create_task(stage.chat())
         await stage.engine.arrived.wait()
         draining = asyncio.create_task(run(gateway_url(stage), "drain", "policy-0", cwd=tmp_path))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await backends_of(stage))[0]["status"] != "draining":  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.05)
         assert not draining.done()
@@ -101,11 +101,11 @@ async def test_backends_list_watch_follows_state(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "spangrad", "backends", "list", "--watch", "--interval", "0.05"]
         where, env = f"gateway.url={gateway_url(stage)}", {**CLEAN, "FORCE_COLOR": "1"}
         watching = await asyncio.create_subprocess_exec(
-            *command, "--set", where, cwd=tmp_path, env=env, stdout=subprocess.PIPE, preexec_fn=heed_interrupts
+            *command, "--set", where, cwd=tmp_path, env=env, stdout=subprocess.PIPE, limit=2**24, preexec_fn=heed_interrupts
         )
         assert watching.stdout
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await watching.stdout.readuntil(b"warming up")
                 stage.engine.warm = True
                 await watching.stdout.readuntil(b"serving")
