@@ -192,7 +192,7 @@ async def test_follower_that_is_stopped_holds_no_publication_back_for_long(tmp_p
         follower.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         assert await running.publish(0, in_flight="drain") == 200
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         follower.send_signal(signal.SIGCONT)
         await running.whole()
         async with running.load():
@@ -210,7 +210,7 @@ async def kill(running: Gateways, chance: Random, kills: int) -> None:
             await asyncio.sleep(chance.uniform(0, 0.1))
             await running.restart(number % 2)
             await publishing
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while await running.publish(chance.randrange(2), **chance.choice(WAYS)) != 200:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.1)
             await running.whole()
