@@ -233,6 +233,7 @@ def test_publication_into_several_workers_by_disk_and_transfer_labels_every_toke
         traffic.wait_for(CALLERS)
         send(publisher, 2, versions[2])
         assert publisher.stages["transfer"] > 0
+        traffic.wait_for(CALLERS + 1)  # one of them began after the publication
         assert fetch(f"{settings.gateway.url}/admin/policies/policy/rollback", {})["version"] == 1
     serves(settings, topology, versions, 1)
     labels = [[version for _, version in answer["spangrad"]["versions"][0]] for answer in traffic.answers]
