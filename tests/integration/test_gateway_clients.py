@@ -80,7 +80,7 @@ def test_gateway_clients_calls_have_ids_of_vllm(gateway: Settings, engine: Setti
 
     client = connect(gateway.store)
     query = f"SELECT * FROM spangrad.calls WHERE RolloutKey = '{rollout}' ORDER BY Seq"
-    wait_until(lambda: len(client.query(query).result_rows) >= 2, 20, "the calls' rows")
+    wait_until(lambda: len(client.query(query).result_rows) >= 2, 60, "the calls' rows")
     rows = list(client.query(query).named_results())
     assert [tuple(row[name] for name in FACTS) for row in rows] == [expected(answer) for answer in direct]
     for row, answer in zip(rows, direct, strict=True):

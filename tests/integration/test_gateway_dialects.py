@@ -86,7 +86,7 @@ def rows(gateway: Settings) -> Callable[[str, int], list[dict[str, Any]]]:
             calls[:] = client.query(query).named_results()
             return len(calls) >= expected
 
-        wait_until(arrived, 10, "the calls' rows", poll_seconds=0.2)
+        wait_until(arrived, 60, "the calls' rows", poll_seconds=0.2)
         return calls
 
     return of_rollout
