@@ -77,7 +77,7 @@ AGENT = """
     met = threading.Barrier(40)
 
     async def meets_others(given):
-        await asyncio.to_thread(met.wait, 20)
+        await asyncio.to_thread(met.wait, 60)
         return 1.0
 
     def undecided(given, output):
@@ -116,13 +116,13 @@ def hosted(directory: Path, endpoint: str, *arguments: str, code: int = 0) -> Ge
     command = [sys.executable, "-P", "-m", "spangrad.agent.host", "--path", str(directory), *arguments]
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS": "langchain,openai,httpx,httpx2"}
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True)
-    watchdog = threading.Timer(60, process.kill)  # ends a wait for an answer that does not come
+    watchdog = threading.Timer(120, process.kill)  # ends a wait for an answer that does not come
     watchdog.start()
     try:
         yield Hosted(process)
         assert process.stdin is not None
         process.stdin.close()
-        assert process.wait(10) == code
+        assert process.wait(60) == code
     finally:
         watchdog.cancel()
         process.kill()
@@ -291,7 +291,7 @@ async def test_agent_command_cancelled_at_its_start_ends_its_process_group(tmp_p
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
-    wait_until(lambda: not runs(int(pid.read_text())), 10, "the program's end", poll_seconds=0.01)
+    wait_until(lambda: not runs(int(pid.read_text())), 60, "the program's end", poll_seconds=0.01)
 
 
 def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> None:
@@ -300,10 +300,10 @@ def test_agent_host_terminated_ends_process_tree_of_programs(tmp_path: Path) -> 
         assert host.answer() == {"ready": True}
         host.send(job("a", None))
         pid = tmp_path / "pid"
-        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), 10, "the program")
+        wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), 60, "the program")
         host.process.terminate()
-        host.process.wait(10)
-        wait_until(lambda: not runs(int(pid.read_text())), 10, "the program's end")
+        host.process.wait(60)
+        wait_until(lambda: not runs(int(pid.read_text())), 60, "the program's end")
 
 
 @pytest.mark.parametrize("kind", ["callable", "decorator", "program"])

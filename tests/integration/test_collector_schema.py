@@ -365,7 +365,7 @@ def test_embedded_store_expires_old_rows_periodically(tmp_path: Path) -> None:
     settings = settings.model_copy(update={"ttl_days": 30})
     with running_store(settings, tmp_path / "second.log") as child, executing(settings) as execute:
         wait_until(
-            lambda: "ancient" not in execute("SELECT RolloutId FROM spangrad_internal.drops"), 20, "expiry", [child], poll_seconds=0.05
+            lambda: "ancient" not in execute("SELECT RolloutId FROM spangrad_internal.drops"), 60, "expiry", [child], poll_seconds=0.05
         )
         assert execute("SELECT RolloutId FROM spangrad_internal.drops") == "recent\n"
 

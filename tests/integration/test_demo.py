@@ -48,7 +48,7 @@ def left_behind(directory: Path) -> list[str]:
 
 
 def require_nothing_left(directory: Path) -> None:
-    wait_until(lambda: left_behind(directory) == [], 10, f"the end of every process of {directory}")
+    wait_until(lambda: left_behind(directory) == [], 60, f"the end of every process of {directory}")
     settings = tomllib.loads((directory / "spangrad.toml").read_text())
     for section, key in (
         ("store", "otlp_http_port"),
