@@ -59,7 +59,7 @@ def roll_out(
     return asyncio.run(run())
 
 
-def build_all(settings: Settings, rollouts: int, timeout_seconds: float = 30) -> None:
+def build_all(settings: Settings, rollouts: int, timeout_seconds: float = 120) -> None:
     """Build until every rollout of the run has left the builder."""
     end = time.monotonic() + timeout_seconds
     while (built := ask(settings, "SELECT uniqExact(RolloutId) FROM spangrad.builds WHERE RunId = {run:String}")[0][0]) < rollouts:
@@ -213,25 +213,24 @@ def test_loop_players_have_agents_policies_and_rewards_of_their_roles(gateway: S
         assert rows == agents
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
 def test_loop_builds_nothing_partial_while_gateway_spans_are_delayed(
     engine: Settings, store: StoreSettings, tmp_path: Path, seconds: int
 ) -> None:
-    held = gateway_settings(engine, store, export_delay_seconds=seconds)
+    held = gateway_settings(engine, store, export_delay_seconds=600)
+    settings = own_run(held)
     with running_gateway(held, tmp_path / "gateway.log"):
-        settings = own_run(held)
-        began = time.monotonic()
         outcomes = roll_out(settings, ASK, TASKS, tmp_path)
         assert [(outcome.failure, outcome.calls) for outcome in outcomes] == [(None, 1)] * 8
-        checks = 0
-        while time.monotonic() - began < seconds - 1:
+        for _ in range(seconds):
             build_once(settings)
             assert ask(settings, "SELECT count() FROM spangrad.builds WHERE RunId = {run:String}") == [(0,)]
-            checks += 1
             time.sleep(1)
-        assert checks > 0, "the rollouts took longer than the spans were held back: the test has shown nothing"
         assert ask(settings, "SELECT countIf(Final) FROM spangrad.attempts WHERE RunId = {run:String}") == [(8,)]
-        build_all(settings, 8, timeout_seconds=seconds + 30)
+    # A gateway sends at its end what it held back; what a busy machine kept it from, the next one sends.
+    prompt = held.gateway.model_copy(update={"export_delay_seconds": 0})
+    with running_gateway(held.model_copy(update={"gateway": prompt}), tmp_path / "next.log"):
+        build_all(settings, 8)
     built = ask(settings, "SELECT count(), uniqExact(RolloutId) FROM spangrad.transitions WHERE RunId = {run:String}")
     drops = ask(settings, "SELECT count() FROM spangrad.drops WHERE RunId = {run:String}")
     assert (built, drops) == ([(8, 8)], [(0,)])
@@ -313,10 +312,11 @@ def test_loop_in_direct_mode_builds_from_spans_of_agent(engine: Settings, store:
 
 FAILS = """
 import json, os, sys, time
-from openai import OpenAI
+from urllib.request import Request, urlopen
 given = json.load(sys.stdin)
-client = OpenAI()
-ask = lambda text: client.chat.completions.create(model="policy", max_tokens=4, messages=[{"role": "user", "content": text}])
+def ask(text):
+    body = json.dumps({"model": "policy", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}).encode()
+    urlopen(Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, {"Content-Type": "application/json"})).read()
 ask(given["city"])
 if given["fails"] == "context_overflow":
     ask("lima " * 5000)
@@ -331,7 +331,7 @@ print(1.0)
 def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     rewards = FailureRewards(timeout=-1.0, context_overflow=-0.5, exit_code=None)
-    runner = settings.runner.model_copy(update={"timeout_seconds": 12, "max_attempts": 2, "failure_rewards": rewards})
+    runner = settings.runner.model_copy(update={"timeout_seconds": 20, "max_attempts": 2, "failure_rewards": rewards})
     settings = settings.model_copy(update={"runner": runner})
     fails = ("context_overflow", "timeout", "exit_code", "")
     tasks = [Task(name or "well", {"city": "lima", "fails": name}) for name in fails]
