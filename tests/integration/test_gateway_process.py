@@ -40,9 +40,9 @@ def settings(engine: int, store: str, spill: Path, **flags: object) -> Settings:
     return load_settings({**values, **flags}, env={})
 
 
-def started(chosen: Settings, log: Path) -> Child:
-    child = start("gateway.server", chosen, log)
-    wait_until(lambda: fetch(f"{chosen.gateway.url}/healthz") == {"status": "up"}, 20, "the gateway", [child], poll_seconds=0.05)
+def started(chosen: Settings, log: Path, before: str = "") -> Child:
+    child = start("gateway.server", chosen, log, before)
+    wait_until(lambda: fetch(f"{chosen.gateway.url}/healthz") == {"status": "up"}, 60, "the gateway", [child], poll_seconds=0.05)
     return child
 
 
@@ -52,8 +52,9 @@ async def test_gateway_signal_ends_in_time_with_every_span_delivered(number: sig
     with OtlpSink() as store:
         async with engine.running():
             # Spans are held back for long, so that only the end can send them.
-            chosen = settings(engine.port, store.url, tmp_path / "spill", **{"gateway.export_delay_seconds": 60})
-            child = await asyncio.to_thread(started, chosen, tmp_path / "log")
+            chosen = settings(engine.port, store.url, tmp_path / "spill", **{"gateway.export_delay_seconds": 600})
+            # The second that a gateway has for them may be too short on a busy machine.
+            child = await asyncio.to_thread(started, chosen, tmp_path / "log", "import gateway.server; gateway.server.FLUSH_SECONDS = 50")
             await asyncio.to_thread(fetch, f"{chosen.gateway.url}/v1/chat/completions", ASKED)
             engine.go_on.clear()
             engine.arrived.clear()
@@ -61,7 +62,7 @@ async def test_gateway_signal_ends_in_time_with_every_span_delivered(number: sig
             await engine.arrived.wait()
             assert store.spans == []
             child.process.send_signal(number)
-            assert await asyncio.to_thread(child.process.wait, 20) == 0
+            assert await asyncio.to_thread(child.process.wait, 60) == 0
             await in_flight
     assert [span.attributes.get("spangrad.aborted", False) for span in store.spans] == [False, True]
 
@@ -75,13 +76,13 @@ async def test_gateway_restarted_sends_spill_of_earlier_process(number: signal.S
         child = await asyncio.to_thread(started, chosen, tmp_path / "log")
         await asyncio.to_thread(fetch, f"{chosen.gateway.url}/rollout/r1/attempt/0/v1/chat/completions", ASKED)
         child.process.send_signal(number)
-        assert await asyncio.to_thread(child.process.wait, 20) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert await asyncio.to_thread(child.process.wait, 60) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         assert re.search(r"WARNING \d+ bytes of spans wait in .*spill for the next gateway", child.tail()) or number == signal.SIGKILL
         with OtlpSink(port) as store:
             child = await asyncio.to_thread(started, chosen, tmp_path / "log")
             await asyncio.to_thread(store.wait_for, lambda: bool(store.spans))
             child.process.terminate()
-            assert await asyncio.to_thread(child.process.wait, 20) == 0
+            assert await asyncio.to_thread(child.process.wait, 60) == 0
     assert [span.attributes["spangrad.rollout.id"] for span in store.spans] == ["r1"]
     assert list((tmp_path / "spill").glob("*.spill")) == []
 
@@ -92,7 +93,7 @@ async def test_gateway_with_spill_path_in_use_refuses_to_start(tmp_path: Path) -
         first, second = (settings(engine.port, "http://127.0.0.1:1", tmp_path / "spill") for _ in range(2))
         child = await asyncio.to_thread(started, first, tmp_path / "log")
         refused = start("gateway.server", second, tmp_path / "second.log")
-        assert await asyncio.to_thread(refused.process.wait, 20) == 1
+        assert await asyncio.to_thread(refused.process.wait, 60) == 1
         child.process.kill()
         child.process.wait()
     assert refused.tail(1) == (
@@ -103,7 +104,7 @@ async def test_gateway_with_spill_path_in_use_refuses_to_start(tmp_path: Path) -
 
 async def test_gateway_with_invalid_redact_rule_refuses_to_start(tmp_path: Path) -> None:
     child = start("gateway.server", settings(1, "http://127.0.0.1:1", tmp_path, **{"gateway.redact": ["[0-9"]}), tmp_path / "log")
-    assert await asyncio.to_thread(child.process.wait, 20) == 2
+    assert await asyncio.to_thread(child.process.wait, 60) == 2
     assert child.tail(1) == (
         "gateway.redact has '[0-9', which is no regular expression: unterminated character set at position 0. Fix it, or leave it out."
     )

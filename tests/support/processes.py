@@ -337,14 +337,14 @@ def gateway_settings(engine: Settings, store: StoreSettings, **changes: object) 
     return engine.model_copy(update={"store": store, "gateway": engine.gateway.model_copy(update={**where, **changes})})
 
 
-def start(module: str, settings: Settings, log: Path) -> Child:
-    """Start `module.serve(settings)`; it may not be ready yet."""
+def start(module: str, settings: Settings, log: Path, before: str = "") -> Child:
+    """Start `module.serve(settings)`, after the statements `before`; it may not be ready yet."""
     values = settings.model_dump(mode="json")
     # Secrets hide themselves in a dump.
     tokens = {"store": settings.store.token, "gateway": settings.gateway.token, "engine": settings.engine.token}
     for section, token in tokens.items():
         values[section]["token"] = token.get_secret_value() if token else None
-    return ForkedChild(module, ["-c", _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
+    return ForkedChild(module, ["-c", before + _SERVE, module, json.dumps(values)], log, {"PYTHONPATH": str(ROOT)})
 
 
 @contextmanager
