@@ -65,7 +65,7 @@ def test_store_with_full_queue_answers_resource_exhausted(tmp_path: Path, chance
         sent = [pool.submit(_answer, store, body) for body in bodies]
         wait_until(lambda: sum(future.done() for future in sent) == len(bodies) - 1, 60, "the refusals", [child])
         refused = _refused_by_grpc(store, bodies[0])
-        child.stop()
+        child.stop(60)
         answers = [future.result() for future in sent]
     with running_store(store, tmp_path / "log"):
         taken = [body.held for body, (status, _) in zip(bodies, answers, strict=True) if status == 200]

@@ -336,7 +336,7 @@ def test_store_stopped_commits_and_answers_pending_requests(tmp_path: Path) -> N
             post(f"{settings.otlp_endpoint}/v1/metrics", b"")
             child.process.terminate()
             answer = connection.recv(4096)
-        assert child.process.wait(20) == 0
+        assert child.process.wait(60) == 0
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert child.tail().splitlines()[-2:] == [
         f"collector.server INFO store ready: OTLP http://127.0.0.1:{settings.otlp_http_port} and grpc 127.0.0.1:{settings.otlp_grpc_port}, "
@@ -362,7 +362,7 @@ def test_store_stopped_cancels_long_query(tmp_path: Path) -> None:
             time.sleep(0.02)
         client.close()
         child.process.terminate()
-        assert child.process.wait(20) == 0
+        assert child.process.wait(60) == 0
 
 
 def test_store_with_full_queue_asks_senders_to_retry(tmp_path: Path) -> None:

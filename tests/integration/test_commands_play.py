@@ -24,7 +24,7 @@ def test_play_by_a_person_ends_at_ctrl_c_before_a_line_is_typed() -> None:
             assert process.stderr is not None
             assert process.stderr.read(2) == "> "
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
+            assert process.wait(60) == 130
             assert process.stderr.read() == ""
         finally:
             process.kill()

@@ -189,7 +189,7 @@ class Place:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=240)
+            output, _ = process.communicate(timeout=500)
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)

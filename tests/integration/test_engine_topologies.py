@@ -97,7 +97,7 @@ def engine_of(model: Path, directory: Path, topology: str, **changes: object) ->
 
 def until_warm(settings: Settings, child: Child) -> None:
     url = f"{settings.gateway.engine_url}/spangrad/info"
-    wait_until(lambda: fetch(url).get("warm", False), 180, "vLLM", [child], poll_seconds=0.2)
+    wait_until(lambda: fetch(url).get("warm", False), 300, "vLLM", [child], poll_seconds=0.2)
 
 
 @pytest.fixture(

@@ -97,12 +97,12 @@ async def test_environments_and_rewards_services_serve_rollouts(tmp_path: Path, 
         assert [(outcome.reward, outcome.detail) for outcome in outcomes] == [({"score": n / 2}, "") for n in range(6)]
         # A worker that has ended has given everything back.
         await asyncio.to_thread(
-            wait_until, lambda: {instance["state"] for instance in instances(leases)} == {"free"}, 20, "clean instances"
+            wait_until, lambda: {instance["state"] for instance in instances(leases)} == {"free"}, 60, "clean instances"
         )
         assert sum(instance["users"] for instance in instances(leases)) == 6
         assert len(worlds(tmp_path)) == 2
         environments.process.terminate()
-        assert await asyncio.to_thread(environments.process.wait, 30) == 0
+        assert await asyncio.to_thread(environments.process.wait, 60) == 0
         assert worlds(tmp_path) == []
 
 
@@ -150,10 +150,10 @@ async def test_rewards_service_ends_while_an_evaluator_hangs(tmp_path: Path) -> 
     with process("rewards", tmp_path, "rewards", "serve", "--evaluator", "endless:score") as (service, url):
         async with aiohttp.ClientSession() as client:
             request = asyncio.create_task(client.post(url, json=judged))
-            await asyncio.to_thread(wait_until, began.exists, 20, "the evaluator")
+            await asyncio.to_thread(wait_until, began.exists, 60, "the evaluator")
             request.cancel()
         service.process.terminate()
-        assert await asyncio.to_thread(service.process.wait, 20) == 0
+        assert await asyncio.to_thread(service.process.wait, 60) == 0
 
 
 @pytest.mark.slow

@@ -164,10 +164,10 @@ def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -
         assert engine.stdout
         assert engine.stdout.readline() == "started\n"
         engine.send_signal(signal.SIGTERM)
-        assert engine.wait(20) == 0
+        assert engine.wait(60) == 0
     both = [int(pid) for pid in pids.read_text().split()]
     assert len(both) == 2
-    wait_until(lambda: not any(runs(pid) for pid in both), 20, "the end of vLLM's processes")
+    wait_until(lambda: not any(runs(pid) for pid in both), 60, "the end of vLLM's processes")
 
 
 def script(directory: Path, text: str) -> Path:

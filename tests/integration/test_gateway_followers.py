@@ -70,7 +70,7 @@ class Gateways:
             statuses = [backend["status"] for backend in fetch(f"{urls[1]}/admin/backends").get("backends", ())]
             return statuses == ["serving"] * len(self.engines) and fetch(f"{urls[1]}/healthz") == {"status": "up"}
 
-        await asyncio.to_thread(wait_until, serves, 30, "the gateways", self.children, 0.05)
+        await asyncio.to_thread(wait_until, serves, 60, "the gateways", self.children, 0.05)
 
     async def publish(self, place: int, **more: object) -> int:
         """Publish the next version through a gateway; return the status. 0: the gateway is away."""
@@ -119,7 +119,7 @@ class Gateways:
         def missing() -> set[str]:
             return self.answered - {str(span.attributes[semconv.ROLLOUT_ID]) for span in self.store.spans}
 
-        await asyncio.to_thread(wait_until, lambda: not missing(), 20, "the spans", [], 0.1)
+        await asyncio.to_thread(wait_until, lambda: not missing(), 60, "the spans", [], 0.1)
         recorded: dict[str, tuple[int, int]] = {}
         for span in self.store.spans:
             ids = span.attributes.get(semconv.OUTPUT_TOKEN_IDS)

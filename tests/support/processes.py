@@ -353,7 +353,7 @@ def running_engine(settings: Settings, log: Path) -> Generator[Child]:
     child = start("gateway.engine", settings, log)
     try:
         url = f"{settings.gateway.engine_url}/spangrad/info"
-        wait_until(lambda: fetch(url).get("warm", False), 180, "vLLM", [child], poll_seconds=0.2)
+        wait_until(lambda: fetch(url).get("warm", False), 300, "vLLM", [child], poll_seconds=0.2)
         yield child
     finally:
         child.stop()
@@ -391,7 +391,7 @@ def running_bare_vllm(settings: Settings, log: Path) -> Generator[Child]:
         del words[at : at + 2]
     child = Child("a bare vLLM", words, log, environment(settings, model))
     try:
-        wait_until(lambda: answers(f"{settings.gateway.engine_url}/health"), 180, "a bare vLLM", [child], poll_seconds=0.2)
+        wait_until(lambda: answers(f"{settings.gateway.engine_url}/health"), 300, "a bare vLLM", [child], poll_seconds=0.2)
         yield child
     finally:
         child.stop()
@@ -403,7 +403,7 @@ def running_gateway(settings: Settings, log: Path) -> Generator[Child]:
     child = start("gateway.server", settings, log)
     try:
         url = f"{settings.gateway.url}/readyz"
-        wait_until(lambda: fetch(url).get("status") == "serving", 30, "the gateway", [child], poll_seconds=0.05)
+        wait_until(lambda: fetch(url).get("status") == "serving", 120, "the gateway", [child], poll_seconds=0.05)
         yield child
     finally:
         child.stop()
