@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ AWAY_SECONDS = 1.5
 
 
 @contextmanager
-def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
-    """Start a process again a while after the function given is called.
+def later(start: Callable[[], object], noticed: Callable[[], bool] = lambda: True) -> Generator[Callable[[], None]]:
+    """Start a process again a while after the function given was called and its absence was noticed.
 
     It starts in a thread that lives as long as the block, since it ends with the thread that began it.
     """
@@ -41,6 +42,8 @@ def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
 
     def wait() -> None:
         begun.wait()
+        while not (noticed() or over.wait(0.05)):
+            pass
         if not over.wait(AWAY_SECONDS):
             start()
             over.wait()
@@ -55,6 +58,10 @@ def later(start: Callable[[], object]) -> Generator[Callable[[], None]]:
         thread.join()
 
 
+def _is_noticed(caplog: pytest.LogCaptureFixture, service: str) -> bool:
+    return f"Trying again until {service} answers" in caplog.text
+
+
 def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "trainer")
     run, store = uuid.uuid4().hex[:8], store_settings(tmp_path / "data")
@@ -66,7 +73,8 @@ def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Pa
         stores[0].process.kill()
         come_back()
 
-    with later(lambda: stores.append(start_store(store, tmp_path / "log"))) as come_back:
+    noticed = partial(_is_noticed, caplog, "the span store")
+    with later(lambda: stores.append(start_store(store, tmp_path / "log")), noticed) as come_back:
         wait_until(lambda: store_answers(store), 60, "the store", stores, poll_seconds=0.05)
         world = BuiltRollouts(chosen, tiny_model)
         for name in "abcd":
@@ -98,7 +106,8 @@ def test_patient_client_refused_for_good_does_not_retry(store: StoreSettings) ->
 
 def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    with running_postgres() as server, later(server.start) as come_back:
+    noticed = partial(_is_noticed, caplog, "the ledger's database")
+    with running_postgres() as server, later(server.start, noticed) as come_back:
         url = SecretStr(server.schema("ledger"))
         chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
         (tmp_path / "policies").mkdir()
