@@ -78,7 +78,7 @@ def stored(store: StoreSettings, ids: set[str]) -> set[str]:
 
 
 def wait_stored(store: StoreSettings, ids: set[str]) -> None:
-    wait_until(lambda: stored(store, ids) == ids, 30, f"{len(ids)} spans in the store")
+    wait_until(lambda: stored(store, ids) == ids, 60, f"{len(ids)} spans in the store")
 
 
 # --- what is in the repository ---
@@ -195,18 +195,23 @@ def test_collector_stopped_or_store_away_stores_every_accepted_span(tmp_path: Pa
             # It never stopped, and finds the store by itself.
             wait_stored(store, batches[1][1] | batches[2][1])
             collector.child.process.send_signal(signal.SIGHUP)
-            wait_until(lambda: "Config updated, restart service" in collector.child.log.read_text(), 10, "the reload")
-            wait_until(lambda: _takes(traces, batches[3][0]), 10, "the collector after its reload")
+            # Until then the receiver of before may still take spans.
+            wait_until(lambda: _reloaded(collector.child.log.read_text()), 60, "the reload")
+            wait_until(lambda: _takes(traces, batches[3][0]), 60, "the collector after its reload")
         next(sent)
         # The store is away again, and then the collector.
         assert [post(traces, next(sent)[0]) for _ in range(2)] == [200, 200]
         collector.child.process.send_signal(end)
-        assert collector.child.process.wait(20) == (-end if end is signal.SIGKILL else 0)
+        assert collector.child.process.wait(60) == (-end if end is signal.SIGKILL else 0)
         for port in PORTS:
             require_free_port("127.0.0.1", int(str(values[port])), port)
     with running_store(store, tmp_path / "store.log"), running_collector(store, values, tmp_path / "log"):
         wait_stored(store, set[str]().union(*(ids for _, ids in batches)))
         assert rows_of(store, "SELECT count() FROM spangrad.rollout_spans") == [(300,)]
+
+
+def _reloaded(log: str) -> bool:
+    return "Everything is ready" in log.partition("Config updated, restart service")[2]
 
 
 def _takes(url: str, body: bytes) -> bool:
