@@ -226,6 +226,7 @@ async def test_env_remote_own_loop_of_an_agent_has_each_step_and_reward_once() -
     with OtlpSink() as sink:
         async with served(OTEL_EXPORTER_OTLP_ENDPOINT=sink.url) as url:
             await asyncio.to_thread(agent, url)
+            await until(lambda: asyncio.sleep(0, len(sink.spans) >= 3))
     spans = exporter.get_finished_spans()
     agents = {f"{span.context.span_id:016x}": span for span in spans if span.context}
     assert [span.name for span in spans] == ["execute_tool guess", "execute_tool guess", "agent"]

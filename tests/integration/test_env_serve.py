@@ -315,6 +315,7 @@ async def test_env_serve_players_request_that_is_made_again_has_one_span() -> No
             await ask(black, "step", {"text": "oslo"})
             assert await ended == await waiting == await ask(again, "step", {"text": "oslo"}, step=1)
             assert await ask(white, "reset", {"task": {"city": "rome"}}, request_id="r") == reset
+            await until(lambda: asyncio.sleep(0, len(sink.spans) >= 2))
     assert sorted((span.name, len(span.events)) for span in sink.spans) == [("execute_tool step", 1), ("reset", 0)]
 
 
