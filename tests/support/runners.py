@@ -136,7 +136,7 @@ def failed(lease: RolloutLease, reason: AttemptFailure = AttemptFailure.CRASH, *
     return Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, **facts)
 
 
-async def until(true: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
+async def until(true: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not await true():
         assert time.monotonic() < end, "it did not come true in time"
