@@ -25,6 +25,11 @@ from tests.support.gateways import ASKED, GatedEngine, models, release_of, start
 from tests.support.otlp import OtlpSink
 from tests.support.processes import fetch, start
 
+PATIENT = """
+from gateway.followers import controller, follower
+controller.CONFIRM_SECONDS = controller.SILENT_SECONDS = follower.SILENT_SECONDS = 60
+"""
+"""Statements with which gateways wait for each other longer than a busy machine keeps a process from running."""
 CLIENTS = 4
 """Clients of each gateway."""
 WAYS: list[dict[str, object]] = [
@@ -45,6 +50,8 @@ class Gateways:
     settings: list[Settings]
     weights: list[Path]
     logs: Path
+    before: str
+    """Statements that each gateway begins with."""
     children: list[Child] = field(default_factory=list[Child])
     answered: set[str] = field(default_factory=set[str])
     """Rollouts whose client has the whole answer."""
@@ -54,7 +61,7 @@ class Gateways:
     """The newest version that was published, or tried."""
 
     def begin(self, place: int) -> Child:
-        return start("gateway.server", self.settings[place], self.logs / f"gateway-{place}.log")
+        return start("gateway.server", self.settings[place], self.logs / f"gateway-{place}.log", self.before)
 
     async def restart(self, place: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill a gateway, and start it again at once."""
@@ -130,7 +137,7 @@ class Gateways:
 
 
 @asynccontextmanager
-async def gateways(directory: Path, versions: int) -> AsyncGenerator[Gateways]:
+async def gateways(directory: Path, versions: int, before: str = "") -> AsyncGenerator[Gateways]:
     """A controller and its follower that serve, before four engines."""
     weights = models(directory, versions + 1)
     engines = started(weights, 4, GatedEngine)
@@ -144,7 +151,7 @@ async def gateways(directory: Path, versions: int) -> AsyncGenerator[Gateways]:
         for place, more in enumerate(values):
             more |= {"gateway.port": ports[place], "gateway.url": urls[place], "gateway.spill_path": str(directory / f"spill-{place}")}
             more["store.otlp_endpoint"] = store.url
-        running = Gateways(engines, store, [load_settings(more, env={}) for more in values], weights, directory)
+        running = Gateways(engines, store, [load_settings(more, env={}) for more in values], weights, directory, before)
         async with AsyncExitStack() as stack:
             for engine in engines:
                 await stack.enter_async_context(engine.running())
@@ -168,7 +175,7 @@ def mislabelled(recorded: dict[str, tuple[int, int]]) -> dict[str, tuple[int, in
 
 
 async def test_versions_are_right_through_both_gateways_during_publications(tmp_path: Path) -> None:
-    async with gateways(tmp_path, 20) as running:
+    async with gateways(tmp_path, 20, PATIENT) as running:
         async with running.load():
             for number in range(20):
                 way = WAYS[number % len(WAYS)]
