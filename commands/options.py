@@ -53,9 +53,16 @@ def _value(text: str) -> Any:
 
 
 def log_to_stderr() -> None:
-    """Configure logging for servers: one line an event, on standard error, at the level of LOG_LEVEL (default INFO)."""
+    """Configure logging for servers: one line an event, on standard error, at the level of LOG_LEVEL (default INFO).
+
+    Raises:
+        SettingsError: LOG_LEVEL names no level.
+    """
+    level = os.environ.get("LOG_LEVEL") or "INFO"
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise SettingsError(f"LOG_LEVEL = {level!r} is no level. Set it to DEBUG, INFO, WARNING or ERROR, or unset it.")
     logging.basicConfig(
-        level=os.environ.get("LOG_LEVEL", "INFO").upper(),
+        level=level.upper(),
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )

@@ -75,6 +75,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["config", "--config", "."], {}, 2, "settings file . cannot be read (Is a directory)."),
         (["prompt", "put", "p", "latin.txt"], {}, 1, "latin.txt is not UTF-8 at byte 3 (invalid continuation byte)."),
         (["prompt", "put", "p", "utf16.txt"], {}, 1, "utf16.txt holds a null character at byte 1, as UTF-16 does."),
+        (["build"], {"LOG_LEVEL": "loud"}, 2, "LOG_LEVEL = 'loud' is no level. Set it to DEBUG, INFO, WARNING or ERROR, or unset it."),
         (["train", "--follow", "--once"], {}, 2, "--follow, --once and --plan contradict each other"),
         (["train", "--json"], {}, 2, "--json is the form of a plan: give --plan with it."),
         (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "no span store answers at http://127.0.0.1:9"),
