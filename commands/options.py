@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from spangrad.errors import SettingsError
+from spangrad.errors import JSON_ERRORS, SettingsError
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 
@@ -48,7 +48,7 @@ def flag_values(overrides: list[str] | None, flags: Mapping[str, object] | None 
 def _value(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except JSON_ERRORS:
         return text
 
 

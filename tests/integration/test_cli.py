@@ -188,6 +188,8 @@ def test_config_command_masks_secrets(tmp_path: Path) -> None:
 def test_flag_values_parse_json_or_text() -> None:
     overrides = ["a.b=1", "a.c=text", 'a.d=["x"]', "a.e=x=y", "a.g=null"]
     assert flag_values(overrides, {"a.b": 2, "a.f": None}) == {"a.b": 2, "a.c": "text", "a.d": ["x"], "a.e": "x=y", "a.g": None}
+    unreadable = ["[" * 100_000, "9" * 5000]
+    assert [flag_values([f"a.b={text}"]) for text in unreadable] == [{"a.b": text} for text in unreadable]
     with pytest.raises(SettingsError):
         flag_values(["novalue"])
 
