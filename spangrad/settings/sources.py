@@ -116,6 +116,8 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
     sources: dict[str, str] = {}
     for source, layer in _layers(flags, file, env):
         for key, value in layer.items():
+            if key in _SECTIONS:
+                raise SettingsError(f"{key} ({source}) is a section, and has no value of its own. Set {key}.NAME.")
             if key not in _KEYS:
                 raise SettingsError(f"unknown setting {key!r} ({source}).{_nearest(key)}")
             *sections, name = key.split(".")
@@ -174,12 +176,14 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
     for name, key in named.items():
         if key not in _KEYS and key not in _SECTIONS:
             raise SettingsError(f"unknown setting {name} (environment).{_nearest(key)}")
-    source = EnvSettingsSource(Settings)
-    source.env_vars = {name.lower(): env[name] for name in named}
-    try:
-        return _as_written(_leaves(source()))
-    except UnreadableVariableError as error:
-        raise SettingsError(f'{error} (environment). Lists are written as JSON: \'["a", "b"]\'.') from None
+    source, values = EnvSettingsSource(Settings), dict[str, object]()
+    for name in sorted(named):  # one by one, so that an error can name the variable; sections come before their settings
+        source.env_vars = {name.lower(): env[name]}
+        try:
+            values |= _as_written(_leaves(source()))
+        except UnreadableVariableError:
+            raise SettingsError(f'{name} (environment) is no JSON. Lists are written as JSON: \'["a", "b"]\'.') from None
+    return values
 
 
 def _is_service_link(name: str, value: str) -> bool:
