@@ -132,7 +132,8 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
         first = error.errors()[0]
         key_path = ".".join(str(part) for part in first["loc"])
         source = next((source for key, source in sources.items() if f"{key_path}.".startswith(f"{key}.")), "default")
-        raise SettingsError(f"setting {key_path}{_given(key_path, first)} ({source}): {first['msg']}") from None
+        problem = first["msg"].removeprefix("Value error, ")
+        raise SettingsError(f"setting {key_path}{_given(key_path, first)} ({source}): {problem}") from None
 
 
 def _given(key: str, error: ErrorDetails) -> str:

@@ -60,7 +60,7 @@ def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
             {"store.url": "http://127.0.0.1:81234"},
             {},
             "",
-            "setting store.url = 'http://127.0.0.1:81234' (flag): Value error, give",
+            "setting store.url = 'http://127.0.0.1:81234' (flag): give",
         ),
         ({}, {"SPANGRAD_STORE__URL": "http://h:abc"}, "", "store.url = 'http://h:abc' (environment SPANGRAD_STORE__URL)"),
         ({}, {}, "[store]\nurl = 'http://[::1'\n", "setting store.url = 'http://[::1' (file {file})"),
@@ -130,7 +130,7 @@ def test_load_settings_tokens_are_one_line_without_whitespace_around(key: str) -
     for refused in ("s3cret\nx", "s3crét", " \n"):
         with pytest.raises(SettingsError) as caught:
             load_settings(env={variable_of(key): refused})
-        assert str(caught.value).startswith(f"setting {key} (environment {variable_of(key)}): Value error, a token is one line of")
+        assert str(caught.value).startswith(f"setting {key} (environment {variable_of(key)}): a token is one line of")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_load_settings_tokens_are_one_line_without_whitespace_around(key: str) -
         ({"gateway.clients": [{"name": "n", "token": 7411}]}, "setting gateway.clients.0.token (flag): Input should be a valid string"),
         ({"gateway.clients": [{"name": "n", "token": "t", "tokn": "7411"}]}, "setting gateway.clients.0.tokn (flag): Extra inputs"),
         ({"gateway.clients": "[name=n, token=7411]"}, "setting gateway.clients (flag): Input should be a valid tuple"),
-        ({"store.url": "u:7411@host:8123"}, "setting store.url = 'host:8123' (flag): Value error, give the URL"),
+        ({"store.url": "u:7411@host:8123"}, "setting store.url = 'host:8123' (flag): give the URL"),
         ({"gateway.controller": "http://u:7411@host"}, "setting gateway.controller = 'http://host' (flag): String should match"),
     ],
 )
