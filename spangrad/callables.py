@@ -156,8 +156,15 @@ def _imported(reference: str, read: Callable[[ModuleType], T]) -> T:
     try:
         return read(_module(split(reference)[0]))
     except Exception as error:  # importing an agent runs its code
-        traceback.print_exc()
+        if _passed_code(error):
+            traceback.print_exc()
         raise AgentError(f"{reference!r} cannot be loaded from {sys.path[0]}: {type(error).__name__}: {error}") from error
+
+
+def _passed_code(error: Exception) -> bool:
+    """Return whether an import failed inside a module's code, of which a traceback names the place."""
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    return any(not file.startswith("<frozen importlib") for file in files - {__file__, importlib.__file__})
 
 
 def _module(module_name: str) -> ModuleType:

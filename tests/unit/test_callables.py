@@ -89,21 +89,27 @@ def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("reference", "message"),
+    ("reference", "message", "place"),
     [
-        ("{0}/no.py", "'{0}/no.py' cannot be loaded from {0}: FileNotFoundError"),
-        ("{0}/broken.py:agent", "'{0}/broken.py:agent' cannot be loaded from {0}: ZeroDivisionError"),
-        ("{0}/plain.py", "'{0}/plain.py' has no function that is decorated with @spangrad.rollout. Decorate the "),
-        ("{0}/plain.py:", "'{0}/plain.py:' does not name a callable"),
-        ("", "'' does not name a callable"),
+        ("{0}/no.py", "'{0}/no.py' cannot be loaded from {0}: FileNotFoundError", ""),
+        ("no_module:agent", "'no_module:agent' cannot be loaded from ", ""),
+        ("{0}/plain.py:nothing", "'{0}/plain.py:nothing' cannot be loaded from {0}: AttributeError", ""),
+        ("{0}/broken.py:agent", "'{0}/broken.py:agent' cannot be loaded from {0}: ZeroDivisionError", 'broken.py", line 1'),
+        ("{0}/plain.py", "'{0}/plain.py' has no function that is decorated with @spangrad.rollout. Decorate the ", ""),
+        ("{0}/plain.py:", "'{0}/plain.py:' does not name a callable", ""),
+        ("", "'' does not name a callable", ""),
     ],
 )  # fmt: skip
-def test_load_agent_with_invalid_reference_raises(tmp_path: Path, reference: str, message: str) -> None:
+def test_load_agent_with_invalid_reference_raises(
+    tmp_path: Path, reference: str, message: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "plain.py").write_text("def agent(given): return given\n")
     with pytest.raises(AgentError) as raised:
         load_agent(reference.format(tmp_path))
     assert str(raised.value).startswith(message.format(tmp_path))
+    shown = capsys.readouterr().err
+    assert place in shown if place else shown == "", "a traceback helps where the module's own code failed"
 
 
 def test_reference_of_module_function_gives_name_and_directory(tmp_path: Path) -> None:
