@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from commands.options import ConfigFile, Overrides, flag_values
-from spangrad.errors import SpangradError
+from spangrad.errors import SettingsError, SpangradError
 from spangrad.processes import end_by_interrupt
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "two_tools"
@@ -39,6 +39,11 @@ def demo(
     """
     if not (example / "agent.py").is_file():
         raise SpangradError(f"{example} holds no agent.py. Run the demo from a checkout, or name an example with --example.")
+
+    if max_steps < 1:
+        raise SettingsError(f"--max-steps {max_steps} leaves nothing to do. Give at least 1.")
+    if not 0 <= target <= 1:
+        raise SettingsError(f"--target {target} is no success rate. Give one from 0 to 1.")
 
     end_by_interrupt()
     from commands.demo.learning import DemoPlan, learn

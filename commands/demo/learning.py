@@ -26,7 +26,6 @@ from runner.workers.agents import CallableAgent
 from spangrad import semconv
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
-from spangrad.errors import SpangradError
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.supervisor.run_directory import fresh_directory
@@ -123,8 +122,6 @@ async def _loop(
                 history.steps.append(step)
                 progress.console.print(step.line(_clock(history)), soft_wrap=True)
                 progress.update(bar, completed=_trained(history, services.served(), on_policy), description=f"success {step.success:.2f}")
-        if not history.steps:
-            raise SpangradError(f"--max-steps {plan.max_steps} leaves nothing to do. Give at least 1.")
         return success_rate(await runner.run(tasks, mode=Mode.VALIDATE, group_size=plan.group_size))
 
 
