@@ -46,6 +46,8 @@ def inspect(
         paths: files of OTLP/JSON, one request a line, or directories of such files (*.jsonl).
         reasons: print also, for each drop reason in the table, what to do about it.
     """
+    if not paths:
+        raise SettingsError("no file of spans is named: `spangrad inspect FILE`, or a directory with *.jsonl in it.")
     settings = resolve(config, set_)
     rows = examine(list(_files(paths)), settings)
     _print(rows, reasons=reasons)
