@@ -22,6 +22,7 @@ Reference = Annotated[str, Parameter(name="ENVIRONMENT")]
 
 def play(
     environment: Reference,
+    /,
     *,
     task: str = "null",
     person: bool = False,

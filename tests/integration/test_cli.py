@@ -89,6 +89,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["demo", "--target", "1.5"], {}, 2, "--target 1.5 is no success rate. Give one from 0 to 1."),
         (["demo", "--max-steps", "0"], {}, 2, "--max-steps 0 leaves nothing to do. Give at least 1."),
         (["inspect"], {}, 2, "no file of spans is named: `spangrad inspect FILE`,"),
+        (["play"], {}, 2, "parameter ENVIRONMENT requires an argument."),
         (["tools", "--directory", "nowhere"], {}, 2, "--directory nowhere is no directory. Name the working directory of the tools."),
         (["store", "--set", "store.host=0.0.0.0"], {}, 1, "Set store.token, or bind 127.0.0.1."),
         (["store", "--path", "latin.txt"], {}, 1, "store.path = 'latin.txt' cannot be used (File exists). Set it to a directory"),
