@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
+from spangrad.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +23,8 @@ def watch(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     If no store answers at store.url, the data of a stopped store (store.path, else the last demo's) is opened for as long as the view.
     """
     settings = resolve(config, set_)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError("this view needs a terminal for its input and output. Elsewhere use `spangrad page`, or `spangrad sql`.")
     from contextlib import closing
 
     from page.reading import PageStore

@@ -88,6 +88,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["demo", "--example", "nowhere"], {}, 1, "nowhere holds no agent.py"),
         (["demo", "--target", "1.5"], {}, 2, "--target 1.5 is no success rate. Give one from 0 to 1."),
         (["demo", "--max-steps", "0"], {}, 2, "--max-steps 0 leaves nothing to do. Give at least 1."),
+        (["watch"], {}, 2, "this view needs a terminal for its input and output."),
         (["inspect"], {}, 2, "no file of spans is named: `spangrad inspect FILE`,"),
         (["play"], {}, 2, "parameter ENVIRONMENT requires an argument."),
         (["tools", "--directory", "nowhere"], {}, 2, "--directory nowhere is no directory. Name the working directory of the tools."),
