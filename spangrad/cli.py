@@ -6,9 +6,11 @@ sentence on stderr, never a traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+from io import TextIOWrapper
 
 from cyclopts import App, Group
 
@@ -76,15 +78,23 @@ for _place, (_group_name, _commands) in enumerate(_MODULES.items()):
 
 def main() -> None:
     """Entry point of the console script."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack what a text holds
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has closed the pipe: `| head`. The interpreter would complain of what is still unwritten.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output has closed the pipe: `| head`.
+        _drop_output()
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"spangrad: {error}. Free space on the disk, of the output or of the files of this command.", file=sys.stderr)
+        sys.exit(1)
     except SpangradError as error:
         print(f"spangrad: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -97,3 +107,8 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _drop_output() -> None:
+    """Write what is still unwritten nowhere: the interpreter would complain of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

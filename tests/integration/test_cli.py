@@ -167,6 +167,20 @@ def test_command_with_closed_stdout_exits_141_silently(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stderr) == (141, b"")
 
 
+def test_command_with_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as out:
+        command = [sys.executable, "-m", "spangrad", "schema", "show"]
+        answer = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    assert (answer.returncode, answer.stderr.startswith(b"spangrad: [Errno 28] No space left on device. Free")) == (1, True)
+    assert answer.stderr.count(b"\n") == 1
+
+
+def test_config_command_into_latin_1_escapes_other_characters(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "spangrad", "config", "--set", "store.path=a→b"]
+    answer = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"}, cwd=tmp_path, check=False)
+    assert (answer.returncode, rb"a\u2192b" in answer.stdout) == (0, True), answer.stderr
+
+
 def test_config_command_prints_source_of_each_value(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text("[gateway]\nport = 9999\n")
     answer = spangrad("config", cwd=tmp_path, SPANGRAD_RUNNER__WORKERS="3")
