@@ -112,8 +112,8 @@ class TaskDemands:
             try:
                 async with self._enqueuing:
                     enqueued, held = await self._enqueue_parts()
-            except QueueError as error:
-                logger.warning("%s", error)
+            except Exception as error:  # also for want of threads: no client enqueues instead
+                logger.warning("%s", error, exc_info=not isinstance(error, QueueError))
                 enqueued, held = False, True
             if not enqueued:
                 try:

@@ -63,8 +63,8 @@ async def purge_periodically(work: Callable[[Purge], Awaitable[Purged]], keep_se
                 deleted += done.rollouts
             if deleted := deleted + done.rollouts:
                 logger.info("%d rollouts that ended more than %g days ago are deleted (queue.keep_days)", deleted, keep_seconds / 86400)
-        except QueueError as error:
-            logger.warning("%s", error)
+        except Exception as error:  # also for want of threads: the next purge deletes it
+            logger.warning("%s", error, exc_info=not isinstance(error, QueueError))
         await asyncio.sleep(_PURGE_SECONDS)
 
 

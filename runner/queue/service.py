@@ -310,8 +310,8 @@ class Service:
                 if endings := self._running.expired(check_workers=renewal_due):
                     await self._end(list(endings.values()), by_queue=True)
                     logger.info("%d attempts have expired: %s", len(endings), ", ".join(f"{id_}/{n}" for id_, n in list(endings)[:8]))
-            except QueueError as error:
-                logger.warning("%s", error)
+            except Exception as error:  # also for want of descriptors or threads: without sweeps no lease would expire any more
+                logger.warning("%s", error, exc_info=not isinstance(error, QueueError))
                 await asyncio.sleep(_RETRY_SECONDS)
             self.sweeps += 1
             if self.taken.done():
@@ -380,7 +380,8 @@ class Service:
             self._rebuild_due = False  # before the read: it may miss a write that fails meanwhile
             try:
                 await self._rebuild()
-            except QueueError:
+            except Exception as error:
+                logger.debug("%s", error, exc_info=not isinstance(error, QueueError))
                 self._rebuild_due = True
 
     async def _rebuild(self) -> None:

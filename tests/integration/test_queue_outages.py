@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from runner.queue import rows
+from runner.process.task_demands import TaskDemands
+from runner.queue import purge, rows, running_attempts
 from runner.queue import service as service_module
 from runner.queue.rows import Running
-from runner.queue.wire import LeaseRequest, RolloutState
+from runner.queue.service import Service
+from runner.queue.wire import LeaseRequest, Purge, Purged, RolloutState
 from spangrad.database import Database
 from spangrad.errors import QueueError
 from tests.support.runners import done, is_locked, is_true, new_rollouts, queue_settings, serving, until
@@ -88,3 +91,82 @@ async def test_failed_writes_have_running_attempts_read_once_or_twice(tmp_path: 
         await until(lambda: is_true(not rebuilding()))
         assert 1 <= reads <= 2
         assert service.in_flight == 1
+
+
+async def test_leases_expire_after_sweep_that_found_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files")]
+
+    def is_dead(holder: str) -> bool:
+        if failures:
+            raise failures.pop()
+        return False
+
+    monkeypatch.setattr(service_module, "_SWEEPS_PER_RENEWAL", 1)
+    monkeypatch.setattr(service_module, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(running_attempts, "is_dead", is_dead)
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=1, runner__max_attempts=1)) as (client, _):
+        await client.enqueue("run", new_rollouts(1))
+        await client.lease("run", "worker")
+
+        async def is_lost() -> bool:
+            return (await client.run("run")).states == {RolloutState.DEAD: 1}
+
+        await until(is_lost)
+        assert not failures
+
+
+async def test_running_attempts_are_read_again_after_read_without_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(_: Database) -> Any:
+        raise QueueError("the database is away.")
+
+    failures = [RuntimeError("can't start new thread")]
+    rebuild = Service._rebuild
+
+    async def rebuilt(service: Service) -> None:
+        if failures:
+            raise failures.pop()
+        await rebuild(service)
+
+    monkeypatch.setattr(service_module, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(Service, "_rebuild", rebuilt)
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        await client.enqueue("run", new_rollouts(1))
+        (lease,) = await client.lease("run", "worker")
+        service._running.remove((lease.rollout_id, lease.attempt))
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "transaction", away)
+            with pytest.raises(QueueError):
+                await service.lease(LeaseRequest(run_id="run", worker="worker", count=1))
+        await until(lambda: is_true(service.in_flight == 1))
+        assert not failures
+
+
+async def test_purge_periodically_repeats_purge_that_got_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    purges: list[Purge] = []
+
+    async def work(request: Purge) -> Purged:
+        purges.append(request)
+        if len(purges) == 1:
+            raise RuntimeError("can't start new thread")
+        return Purged(rollouts=0, more=False)
+
+    monkeypatch.setattr(purge, "_PURGE_SECONDS", 0.01)
+    purging = asyncio.create_task(purge.purge_periodically(work, 60.0))
+    await until(lambda: is_true(len(purges) > 1))
+    purging.cancel()
+
+
+async def test_task_demands_repeat_part_that_got_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = 0
+
+    async def enqueue_parts(_: TaskDemands) -> tuple[bool, bool]:
+        nonlocal parts
+        parts += 1
+        if parts == 1:
+            raise RuntimeError("can't start new thread")
+        return False, False
+
+    monkeypatch.setattr(TaskDemands, "_enqueue_parts", enqueue_parts)
+    monkeypatch.setattr("runner.process.task_demands._LOOK_SECONDS", 0.05)
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")):
+        await until(lambda: is_true(parts > 1))
