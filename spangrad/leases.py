@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -139,11 +140,13 @@ def shown(holder: str) -> str:
     return f"process {pid} on {host}"
 
 
+@cache  # a later read may find no free descriptor
 def this_boot() -> str:
     """Return the id of this machine's current boot: monotonic clocks of processes in one boot agree."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+@cache
 def _process_table() -> str:
     """Return an id of the process table: of this boot of this kernel, in this container."""
     return f"{this_boot()}/{Path('/proc/self/ns/pid').readlink()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -135,6 +136,17 @@ def test_is_dead_with_hidden_proc_asks_by_signal(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "kill", forbidden)
     assert not is_dead(holder), "a process of another user"
+
+
+def test_is_dead_without_free_descriptor_is_false(monkeypatch: pytest.MonkeyPatch):
+    holder = this_process()
+
+    def refused(*_: object, **__: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    monkeypatch.setattr(Path, "readlink", refused)
+    assert not is_dead(holder)
 
 
 def test_is_dead_for_other_process_tables_is_false():
