@@ -18,6 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from spangrad.errors import SpangradError
@@ -156,10 +157,11 @@ class Database:
             yield
         except IntegrityError:
             raise
-        except DBAPIError as error:
-            reason = str(error.orig).strip().splitlines()
+        except (DBAPIError, PoolTimeoutError) as error:  # the latter where it answers none of as many requests as may be made at once
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            reason = str(cause).strip().splitlines()
             raise self._owner.error(
-                f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(error.orig).__name__}). See that the database "
+                f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(cause).__name__}). See that the database "
                 f"runs, that its disk has room, then start again: {self._owner.guarantee}"
             ) from error
 

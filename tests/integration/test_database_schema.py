@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
@@ -96,3 +98,20 @@ def test_queue_server_of_another_release_refuses_at_start(queue_db: str) -> None
     execute(queue_db, f"DROP TABLE {QUEUE}")
     with pytest.raises(QueueError, match=r"the queue's database \S+ has tables of schema unknown, .* name another database by queue.db\.$"):
         serve(queue_settings(queue_db))
+
+
+def test_database_whose_connections_are_all_in_use_fails_as_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database(database_url(f"sqlite:///{tmp_path}/shop.db", OWNER), shop(), OWNER)
+    pool = database.engine.pool
+    monkeypatch.setattr(pool, "_timeout", 0.01)
+    with contextlib.ExitStack() as readers:
+        for _ in range(15):
+            readers.enter_context(database.reading())
+        with (
+            pytest.raises(SpangradError, match=r"the shop sqlite:.* failed \(QueuePool limit of size 5 overflow 10 reached"),
+            database.reading(),
+        ):
+            pass
+    with database.reading():
+        pass
+    database.close()
