@@ -6,6 +6,7 @@ attempt that printed nothing leaves nothing; the number of rollouts kept is boun
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from typing import BinaryIO
 
 from runner.ids import file_name
 from spangrad.text_sanitizer import storable
+
+_logger = logging.getLogger(__name__)
 
 LOG = "output.log"
 LOG_TAIL_BYTES = 8192
@@ -76,9 +79,13 @@ class AttemptFiles:
 
     def prune(self) -> None:
         """Remove the oldest rollouts beyond the number to keep."""
-        if not self._root.exists():
+        try:
+            rollouts = sorted(self._root.iterdir(), key=_begun)
+        except FileNotFoundError:
+            return  # nothing was printed
+        except OSError as error:
+            _logger.warning("old logs of attempts in %s are kept, since it cannot be listed: %s", self._root, error.strerror)
             return
-        rollouts = sorted(self._root.iterdir(), key=_begun)
         for rollout in rollouts[: max(0, len(rollouts) - self._keep)]:
             shutil.rmtree(rollout, ignore_errors=True)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
+
+import pytest
 
 from runner.workers.attempt_files import LOG_TAIL_BYTES, AttemptFiles
 
@@ -37,6 +40,24 @@ def test_attempt_files_of_long_ids_that_end_differently_lie_apart(tmp_path: Path
     for number in range(2):
         _print(files, f"run/{'k' * 500}/0/{number}", 0, f"output {number}")
     assert [files.tail(f"run/{'k' * 500}/0/{number}", 0) for number in range(2)] == ["output 0", "output 1"]
+
+
+def test_attempt_files_that_cannot_be_listed_are_kept_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = AttemptFiles(tmp_path, 1)
+    files.ended(200)
+    _print(files, "r", 0, "crashed")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", _refuse)
+        patch.setattr(os, "scandir", _refuse)
+        files.ended(200)
+    assert "are kept, since it cannot be listed: Too many open files" in caplog.text
+    assert files.tail("r", 0) == "crashed"
+
+
+def _refuse(*_: object) -> list[str]:
+    raise OSError(errno.EMFILE, "Too many open files")
 
 
 def _print(files: AttemptFiles, rollout_id: str, attempt: int, text: str) -> None:
