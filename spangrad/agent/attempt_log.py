@@ -2,7 +2,8 @@
 
 In: writes to sys.stdout and sys.stderr from code that has an attempt's context (its threads and tasks have it), and the outputs of its
 programs. Out: a file of the attempt's own, created by the first write. Invariant: no file exceeds its size limit; output of no attempt, and
-output that cannot be written, goes to the process's own outputs.
+output that cannot be written, goes to the process's own outputs; what these cannot take either, such as on a full disk, is lost, and no
+attempt fails of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
@@ -63,13 +64,14 @@ class AttemptLog:
             stderr: file that `program` yielded.
             output: the end of its standard output.
         """
-        if isinstance(stderr, int):
-            os.write(stderr, output)
-            return
-        size = stderr.seek(0, os.SEEK_END)
-        stderr.seek(max(0, size - max(self._remaining_bytes - len(output), 0)))
-        self._add(stderr.read() + output)
-        Path(stderr.name).unlink(missing_ok=True)
+        with suppress(OSError):
+            if isinstance(stderr, int):
+                os.write(stderr, output)
+                return
+            size = stderr.seek(0, os.SEEK_END)
+            stderr.seek(max(0, size - max(self._remaining_bytes - len(output), 0)))
+            self._add(stderr.read() + output)
+            Path(stderr.name).unlink(missing_ok=True)
 
     def _add(self, text: bytes) -> bool:
         if self._path is None:
@@ -110,10 +112,14 @@ class _Outputs(io.TextIOBase):
         self._own = own
 
     def write(self, text: str, /) -> int:
-        return len(text) if _current.get().write(text) else self._own.write(text)
+        if not _current.get().write(text):
+            with suppress(OSError):
+                self._own.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        self._own.flush()
+        with suppress(OSError):
+            self._own.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
