@@ -156,7 +156,14 @@ class SessionShard(asyncio.Protocol):
         work = self._run(opening, next_request, self._call_in_loop, self.send)
         thread = threading.Thread(target=self._drive, args=(work,), name=f"session {number}", daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # none is left for now: raised from here, it would end the connection, and with it all sessions
+            self._threads.discard(thread)
+            self._requests.pop(number, None)
+            work.close()
+            sentence = f"no environment can be created: {error}. Raise the limit of processes, or lower the capacity"
+            self.send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.FACTORY_ERROR, sentence).encode()))
 
     def _end(self, number: int) -> None:
         """End a session; one that is at work in the event loop is cancelled."""

@@ -6,20 +6,21 @@ import asyncio
 import gc
 import socket
 import subprocess
-import time
+import threading
 from collections import Counter
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.sessions import shards as shards_module
-from runner.sessions.frames import Frame, FrameKind
+from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.instance import SessionOpening
 from runner.sessions.sessions import EnvironmentSession, SessionTable
-from runner.sessions.shard import EnvironmentDescription
+from runner.sessions.shard import EnvironmentDescription, SessionShard
 from runner.sessions.shards import ShardCommand, ShardProcess, Shards
 from spangrad.errors import EnvironmentsError
 from spangrad.settings import EnvironmentServiceSettings
@@ -178,3 +179,37 @@ async def test_shard_start_that_fails_leaves_no_socket_open() -> None:
         await ShardProcess.start(Exhausted("", Path(), {}))
     assert raised.tb is not None  # the sockets are in its frames: nothing else has closed them
     assert descriptors() == before
+
+
+class Bandit:
+    """Environment whose methods are plain, so that each session has a thread."""
+
+    def reset(self, task: object) -> str:
+        return "pull"
+
+    def step(self, action: object) -> str:
+        return "pull"
+
+
+async def test_shard_session_without_thread_is_refused_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, far_end = socket.socketpair()
+    start = threading.Thread.start
+
+    def start_unless_second(thread: threading.Thread) -> None:
+        if thread.name == "session 2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_second)
+    shard = SessionShard(Bandit, far_end)
+    opening = msgspec.json.encode(SessionOpening())
+    shard.data_received(b"".join(Frame(FrameKind.OPEN, number, opening).encode() for number in (1, 2, 3)))
+    reader, frames = FrameReader(), list[Frame]()
+    while len(frames) < 3:
+        frames += reader.feed(await asyncio.to_thread(ours.recv, 2**16))
+    refusals = {frame.session: frame.payload for frame in frames}
+    assert (refusals[1], refusals[3]) == (b"", b"")
+    assert b"no environment can be created: can't start new thread. Raise the limit of processes" in refusals[2]
+    await shard.close()
+    ours.close()
+    far_end.close()
