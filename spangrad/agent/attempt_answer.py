@@ -16,6 +16,9 @@ from spangrad.agent.failures import failure_of
 from spangrad.agent.reward_values import Rewards
 from spangrad.types import AttemptFailure
 
+_MOST_LEVELS = 800
+"""Largest number of levels of an output: the runner and the service read it with Python's usual limit, which agents may raise for
+themselves."""
 END_STAGE = "end"
 """Name that stands for a stage where none is left."""
 
@@ -91,8 +94,19 @@ def handed_on(name: str, output: object) -> AttemptReply:
     """Return an answer whose output a service evaluates: what its JSON means, so that nothing of the agent's is left in it."""
     try:
         plain = json.loads(json.dumps(output, allow_nan=False))
+        if _is_deeper(plain, _MOST_LEVELS):
+            raise RecursionError(f"it has more than {_MOST_LEVELS} levels")
     except RecursionError as error:  # no part of it is shown, since that would be as deep
         return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output is nested too deeply for JSON: {error}")
     except (TypeError, ValueError) as error:
         return AttemptReply(name, failure=AttemptFailure.INVALID_OUTPUT, detail=f"the output {output!r:.200} is not JSON: {error}")
     return AttemptReply(name, output=plain)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether a value of JSON has objects and arrays in more than so many levels."""
+    level = [value] if isinstance(value, list | dict) else []
+    while level and levels:
+        inner = (child for container in level for child in (container.values() if isinstance(container, dict) else container))
+        level, levels = [child for child in inner if isinstance(child, list | dict)], levels - 1
+    return bool(level)

@@ -144,7 +144,7 @@ def nested(depth: int) -> object:
     return value
 
 
-@pytest.mark.parametrize("output", [defaultdict(list[int], a=[1]), Counter("aab"), nested(600)], ids=["defaultdict", "Counter", "deep"])
+@pytest.mark.parametrize("output", [defaultdict(list[int], a=[1]), Counter("aab"), nested(800)], ids=["defaultdict", "Counter", "deep"])
 async def test_host_answers_output_of_any_dict_or_depth_as_json(output: object) -> None:
     answer = await answer_of(Stages(lambda given: output, outputs=True))  # pyright: ignore[reportUnknownLambdaType]
     assert (answer["failure"], answer["output"]) == (None, output)
@@ -155,9 +155,10 @@ async def test_host_answers_output_of_any_dict_or_depth_as_json(output: object) 
     ("output", "detail"),
     [
         (nested(100_000), "the output is nested too deeply for JSON: maximum recursion depth exceeded"),
+        (nested(801), "the output is nested too deeply for JSON: it has more than 800 levels"),
         ({"a": float("nan")}, "the output {'a': nan} is not JSON: Out of range float values are not JSON compliant"),
     ],
-    ids=["deep", "nan"],
+    ids=["deep", "as deep as Python reads", "nan"],
 )
 async def test_host_output_without_json_is_invalid_and_named(output: object, detail: str) -> None:
     answer = await answer_of(Stages(lambda given: output, outputs=True))  # pyright: ignore[reportUnknownLambdaType]
