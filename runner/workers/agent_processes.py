@@ -25,7 +25,7 @@ from runner.workers.attempt_files import HostLog
 from runner.workers.containers import remove_of_host
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
-from spangrad.errors import AgentError
+from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.processes import MARK, begin_agent, kill_group, kill_marked
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
@@ -179,6 +179,14 @@ class AgentHost:
             self._waiting.clear()
 
     async def _read(self) -> None:
+        """Deliver answers to the end of their pipe; kill the process at one that cannot be read, so that its jobs are answered."""
+        try:
+            await self._read_lines()
+        except (*JSON_ERRORS, LookupError, TypeError) as error:
+            _logger.warning("an answer of the agent's process %d cannot be read, and it is killed: %s", self._process.pid, error)
+            kill_group(self._process.pid)
+
+    async def _read_lines(self) -> None:
         # Half a line is what the host was writing when it died.
         while (line := await self._answers.readline()).endswith(b"\n"):
             message = json.loads(line)
@@ -312,6 +320,8 @@ class HostPool:
     async def _watch(self, host: AgentHost) -> None:
         await host.wait_ended()
         self._replace(host)
+        if not self._busy.get(host):
+            self._busy.pop(host, None)
 
     def _replace(self, host: AgentHost) -> None:
         """Start another host in place of one that died or hangs, once."""

@@ -77,6 +77,8 @@ for line in sys.stdin:
             sys.exit(3)
         if given["answers"] == "at once":
             say(id=name, **ended)
+        if given["answers"] == "deep":
+            print('{{"id": "a", "output": ' + "[" * 5000 + "]" * 5000 + "}}", flush=True)
     elif "cancel" in message and given["answers"] == "late":
         say(id=name, **ended)
     elif "flush" in message:
@@ -297,6 +299,31 @@ async def test_host_pool_host_killed_without_its_log_is_answered_and_replaced(po
     replacing = await asyncio.wait_for(pool.take(), 20)
     assert replacing not in (busy, idle)
     pool.give(replacing, freed=False)
+
+
+async def test_host_pool_host_whose_answer_cannot_be_read_is_replaced(pool: HostPool) -> None:
+    await pool.start()
+    host = await pool.take()
+    answered = [host.expect(name) for name in ("a", "b")]
+    host.send({"id": "a", "input": {"answers": "deep"}})
+    answers = await asyncio.wait_for(asyncio.gather(*answered), 20)
+    assert [answer["failure"] for answer in answers] == [AttemptFailure.CRASH] * 2, "the other one waits no longer, either"
+    pool.give(host, freed=False)
+    replacing = await asyncio.wait_for(pool.take(), 20)
+    assert replacing is not host
+    pool.give(replacing, freed=False)
+
+
+async def test_host_pool_idle_hosts_that_die_are_forgotten(pool: HostPool) -> None:
+    await pool.start()
+    for _ in range(2):
+        host = await asyncio.wait_for(pool.take(), 20)
+        pool.give(host, freed=False)
+        kill(host._process.pid)
+        await until(lambda host=host: is_true(host.ended))
+    last = await asyncio.wait_for(pool.take(), 20)
+    assert list(pool._busy) == [last]
+    pool.give(last, freed=False)
 
 
 async def test_host_pool_host_that_cannot_be_replaced_fails_its_slots(pool: HostPool, tmp_path: Path) -> None:
