@@ -8,6 +8,7 @@ attempt fails of it.
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 import sys
@@ -20,6 +21,8 @@ from typing import IO, Any
 FILE = "output.log"
 _LIMIT_BYTES = 2**20
 """Largest size of a log, in bytes."""
+_PUNCH_HOLE = 0b11
+"""Flags of fallocate: free a part of a file, and keep its size."""
 _CUT = f"\n[more was printed than the {_LIMIT_BYTES} bytes that are kept]\n"
 
 
@@ -143,3 +146,11 @@ class _Outputs(io.TextIOBase):
 def divide_outputs() -> None:
     """Direct each attempt's prints to its log, from now on."""
     sys.stdout, sys.stderr = _Outputs(sys.stdout), _Outputs(sys.stderr)
+
+
+def free_beginning(file: int, kept_bytes: int) -> None:
+    """Free the disk space of what a program has written to a file, but for the end; where the file system cannot, nothing happens."""
+    state = os.fstat(file)
+    length = state.st_size - kept_bytes
+    if length > 0 and state.st_blocks * 512 > 2 * kept_bytes and sys.platform == "linux":
+        ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(length))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spangrad.agent import prompt_client
-from spangrad.agent.attempt_log import attempt_log
+from spangrad.agent.attempt_log import attempt_log, free_beginning
 from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
 from spangrad.errors import JSON_ERRORS, AgentError
@@ -42,6 +42,10 @@ STARTED_VARIABLE = "SPANGRAD_SANDBOX_STARTED"
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
 """Largest last line that is read, in bytes."""
+_KEPT_BYTES = 2**23
+"""End of each output that keeps its disk space while a program runs, in bytes: more than is read of it."""
+_FREE_SECONDS = 1.0
+"""Pause between two looks at the space that outputs take, in seconds."""
 _LAST_ERROR_BYTES = 1000
 _GRACE_SECONDS = 1.0
 
@@ -154,12 +158,14 @@ class AgentCommand:
             process = await _start(command, **outputs, cwd=self._directory, env=environment, pass_fds=descriptors)
             _groups.add(process.pid)
             self._on_group(process.pid, False)
+            freeing = asyncio.create_task(_free_space(stdout, stderr))
             try:
                 code = await process.wait()
             except asyncio.CancelledError:
                 await _terminate(process)
                 raise
             finally:
+                freeing.cancel()
                 kill_group(process.pid)
                 _groups.discard(process.pid)
                 self._on_group(process.pid, True)
@@ -190,6 +196,15 @@ async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.P
         if starting.exception() is None:
             kill_group(starting.result().pid)
         raise
+
+
+async def _free_space(*outputs: IO[bytes] | int) -> None:
+    """Free the space of all but the ends of outputs now and then, so that a program that prints without end fills no disk."""
+    while True:
+        await asyncio.sleep(_FREE_SECONDS)
+        for output in outputs:
+            if not isinstance(output, int):
+                free_beginning(output.fileno(), _KEPT_BYTES)
 
 
 def _ignore_group(leader: int, ended: bool) -> None:
