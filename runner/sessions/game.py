@@ -281,13 +281,15 @@ class Game:
         async def play() -> None:
             try:
                 response = msgspec.json.decode(await self._ask(msgspec.json.encode(message)))
+                if response["type"] == "error":
+                    self._refuse(turn, response["data"])
+                else:
+                    self._deal(response["data"]["observation"])
             except SessionError as error:
                 self._finish(error)
-                return
-            if response["type"] == "error":
-                self._refuse(turn, response["data"])
-            else:
-                self._deal(response["data"]["observation"])
+            except Exception as error:  # such as a response that is nested too deep: without an end the players would wait for ever
+                sentence = f"what the environment gave cannot be dealt to the players: {type(error).__name__}: {error}"
+                self._finish(SessionError(ErrorCode.EXECUTION_ERROR, sentence))
 
         self._tasks.add(task := asyncio.create_task(play()))
         task.add_done_callback(self._tasks.discard)

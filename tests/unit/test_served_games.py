@@ -246,3 +246,17 @@ def test_served_game_of_a_lost_episode_has_ended_for_a_player_that_acts() -> Non
 async def test_description_of_an_environment_with_roles_has_each_roles_prompt() -> None:
     described = await description_of(Table([frozenset("a")], forfeit_ends=True))
     assert (described.roles, described.system_prompts["b"], described.forfeits) == (["a", "b", "c"], "You are b.", True)
+
+
+async def test_game_whose_response_cannot_be_read_ends_for_all_players() -> None:
+    async def ask(payload: bytes) -> bytes:
+        return b"[" * 5000 + b"]" * 5000
+
+    game = Game(ask, ("a", "b"), LIMITS)
+    async with asyncio.timeout(5):
+        responses = await asyncio.gather(*(game.answer(role, decoded(b'{"type": "reset", "data": {}}')) for role in ("a", "b")))
+    for response in responses:
+        assert json.loads(response)["data"]["message"].startswith(
+            "what the environment gave cannot be dealt to the players: RecursionError"
+        )
+    assert not game.is_waiting
