@@ -129,7 +129,8 @@ class RootSpans:
             log: end of what the attempt printed; empty if it printed nothing.
             ended: time in nanoseconds since 1970. None: now.
         """
-        rollout, ended = span.rollout, time.time_ns() if ended is None else ended
+        rollout = span.rollout
+        ended = max(time.time_ns() if ended is None else ended, span.began)  # the clock may have been moved back meanwhile
         attributes: dict[str, otlp.Value] = {
             **_identity(rollout),
             semconv.TASK_ID: rollout.task.task_id,

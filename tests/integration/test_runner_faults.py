@@ -23,6 +23,7 @@ from runner.runner import Runner
 from runner.workers import agent_processes
 from runner.workers.agent_processes import AgentHost, HostPool
 from runner.workers.agents import AgentSpec, CallableAgent
+from runner.workers.jobs import AttemptOutcome
 from runner.workers.root_spans import RootSpans
 from spangrad import semconv
 from spangrad.client.task_files import read_tasks
@@ -193,6 +194,15 @@ def test_root_spans_open_gives_same_ids_per_key_and_other_ids_per_run() -> None:
     first, again = [[(one.trace, one.span) for one in spans] for spans in openings]
     assert first == again
     assert len({trace for trace, _ in first}) == len({span for _, span in first}) == 4
+
+
+async def test_root_span_after_clock_was_moved_back_lasts_no_less_than_nothing() -> None:
+    with OtlpSink() as sink:
+        roots = RootSpans(StoreSettings(otlp_endpoint=sink.url))
+        span = roots.open(Rollout(RolloutKey("run", "r", 0), Task("t", None), Mode.TRAIN, "g", 1))
+        roots.close(span, AttemptOutcome(1.0, None), 0, final=True, ended=span.began - 10**9)
+        await roots.shut()
+        assert [(root.began, root.seconds) for root in sink.named("rollout")] == [(span.began, 0.0)]
 
 
 async def test_runner_attempt_forgotten_by_gateway_fails_as_uncounted(tmp_path: Path) -> None:
