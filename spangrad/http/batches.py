@@ -47,7 +47,9 @@ class Batches(Generic[_T, _V]):
 
     async def _answer(self, batch: Sequence[tuple[_T, asyncio.Future[_V]]]) -> None:
         try:
-            values = await self._send([item for item, _ in batch])
+            values = list(await self._send([item for item, _ in batch]))
+            if len(values) != len(batch):
+                raise ValueError(f"{len(batch)} items got {len(values)} values. Is the service of the same release?")
         except Exception as error:
             for _, value in batch:
                 if not value.done():

@@ -70,3 +70,13 @@ async def test_batches_cancelled_caller_takes_nothing_from_others() -> None:
     assert (await second, await fourth, service.requests) == (20, 40, [[1, 2], [4]])
     assert first.cancelled()
     assert third.cancelled()
+
+
+async def test_batches_request_with_fewer_values_fails_its_items_and_no_later() -> None:
+    async def send(items: Sequence[int]) -> list[int]:
+        return [] if 1 in items else [item * 10 for item in items]
+
+    batches = Batches(send)
+    with pytest.raises(ValueError, match="1 items got 0 values"):
+        await asyncio.wait_for(batches.ask(1), 5)
+    assert await batches.ask(2) == 20
