@@ -178,8 +178,8 @@ class Callbacks:
                     await self._post_ready(run_id, due, url, seconds, refusals)
                 else:
                     await asyncio.sleep(seconds)
-            except SpangradError as error:  # the store or the database is away
-                logger.warning("callbacks to %s wait: %s", url, error)
+            except Exception as error:  # the store or the database is away, or the system lacks threads: no other task delivers them
+                logger.warning("callbacks to %s wait: %s", url, error, exc_info=not isinstance(error, SpangradError))
                 await asyncio.sleep(_PAUSES[0])
 
     async def _post_ready(self, run_id: str, rollouts: Sequence[str], url: str, seconds: float, refusals: dict[str, _Refusal]) -> None:

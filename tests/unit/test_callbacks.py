@@ -84,3 +84,24 @@ async def test_add_callbacks_again_after_a_lost_commit_delivers_them_once(tmp_pa
     assert begun == ["r0", "r1"]
     await callbacks.close()
     await service.close()
+
+
+async def test_callbacks_after_a_look_that_got_no_thread_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries, is_repeated = 0, asyncio.Event()
+
+    async def trajectories(*_: object) -> AsyncGenerator[Trajectory]:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise RuntimeError("can't start new thread")
+        is_repeated.set()
+        await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr("runner.process.callbacks._PAUSES", (0.01, 60.0))
+    service = Service(QueueDatabase(f"sqlite:///{tmp_path}/queue.db"), Defaults(lambda _: 300, max_attempts=2, lease_seconds=30))
+    callbacks = Callbacks(service, QueueSettings(), trajectories)
+    await callbacks.add("run", ["r0"], "http://trainer/x")
+    await asyncio.wait_for(is_repeated.wait(), 10)
+    await callbacks.close()
+    await service.close()
