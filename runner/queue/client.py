@@ -276,8 +276,8 @@ class LeaseHeartbeats:
         except TimeoutError:
             logger.warning("the queue at %s has not answered a heartbeat for %.3g s", self._client.url, seconds)
             return
-        except QueueError as error:
-            logger.warning("%s", error)  # the leases go on, and are renewed by the next heartbeat
+        except Exception as error:  # the leases go on, and are renewed by the next heartbeat
+            logger.warning("%s", error, exc_info=not isinstance(error, QueueError))
             return
         for result in results:
             self._end(result)
@@ -288,7 +288,7 @@ class LeaseHeartbeats:
         while True:
             try:
                 stops = await self._client.stopped(self._worker, after=cursor, wait_seconds=_STOPS_WAIT_SECONDS)
-            except QueueError:  # the heartbeats report it, and name the ended attempts as well
+            except Exception:  # the heartbeats report it, and name the ended attempts as well
                 await asyncio.sleep(1)
                 continue
             cursor = stops.cursor

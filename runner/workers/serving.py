@@ -130,8 +130,9 @@ class LostAttemptCloser:
             await asyncio.sleep(_REPORT_SECONDS)
             try:
                 await self.report()
-            except SpangradError as error:
-                _logger.warning("%s Endings whose lost attempts have root spans are reported later.", error)
+            except Exception as error:
+                reason = "%s Endings whose lost attempts have root spans are reported later."
+                _logger.warning(reason, error, exc_info=not isinstance(error, SpangradError))
 
     async def report(self) -> None:
         """Report the endings that are closed so far, once their root spans are in the store.
@@ -158,6 +159,7 @@ async def _until_done(work: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await work()
-        except SpangradError as error:
-            _logger.warning("%s Root spans of attempts whose workers are lost wait for it.", error)
+        except Exception as error:  # also for want of threads: without these root spans the builder waits
+            reason = "%s Root spans of attempts whose workers are lost wait for it."
+            _logger.warning(reason, error, exc_info=not isinstance(error, SpangradError))
             await asyncio.sleep(_RETRY_SECONDS)

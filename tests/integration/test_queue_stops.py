@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,3 +159,28 @@ async def test_heartbeats_continue_while_the_queue_is_away(settings: Settings) -
         async with serving(settings) as (direct, _):
             await direct.cancel(RolloutSelector(run_id="run"))
             await until(lambda: is_true(bool(ended.results)))
+
+
+async def test_heartbeats_continue_after_request_that_got_no_thread(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, failures = Ended(), [RuntimeError("can't start new thread")] * 2
+    beat, stopped = QueueClient.beat, QueueClient.stopped
+
+    async def beat_later(client: QueueClient, leases: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await beat(client, leases)
+
+    async def stopped_later(client: QueueClient, *given: Any, **named: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await stopped(client, *given, **named)
+
+    monkeypatch.setattr(QueueClient, "beat", beat_later)
+    monkeypatch.setattr(QueueClient, "stopped", stopped_later)
+    async with serving(settings) as (client, _):
+        await client.enqueue("run", new_rollouts(1))
+        leases = await client.lease("run", "worker", lease_seconds=0.5)
+        async with LeaseHeartbeats(client, "worker", ended) as beating:
+            beating.keep(leases)
+            await until(lambda: is_true(not failures))
+            assert not any(task.done() for task in beating._tasks)

@@ -95,7 +95,7 @@ async def test_lost_attempt_closer_waits_for_gateway_and_closes_each_once(monkey
     async def close(rollout: Any) -> None:
         if rollout.rollout_id in failing:
             failing.discard(rollout.rollout_id)
-            raise GatewayError("the gateway is away.")
+            raise GatewayError("the gateway is away.") if rollout.rollout_id == "4" else RuntimeError("can't start new thread")
         closed.append(rollout.rollout_id)
 
     services: Any = SimpleNamespace(queue=Queue(), lost=SimpleNamespace(close=close))
@@ -103,6 +103,23 @@ async def test_lost_attempt_closer_waits_for_gateway_and_closes_each_once(monkey
     await asyncio.wait([closing, waiting := asyncio.create_task(all_done.wait())], timeout=20, return_when=asyncio.FIRST_COMPLETED)
     assert (waiting.done(), closing.done(), closed) == (True, False, ["4", "5", "6"])
     closing.cancel()
+
+
+async def test_lost_attempt_closer_report_that_got_no_thread_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = 0
+
+    async def report(_: LostAttemptCloser) -> None:
+        nonlocal reports
+        reports += 1
+        if reports == 1:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(runner_serving, "_REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(LostAttemptCloser, "report", report)
+    services: Any = None
+    reporting = asyncio.create_task(LostAttemptCloser(services, None, "run")._report_periodically())  # type: ignore[arg-type]
+    await until(lambda: is_true(reports > 1))
+    reporting.cancel()
 
 
 class ClosingProcess:
