@@ -132,10 +132,11 @@ class AgentCommand:
             ProgramFailure: its sandbox was not set up, the system could not run it, or its last line is too long.
             PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
         """
-        variables = await variables_of(endpoint, environment)
+        with system_errors(self._command[0]):
+            variables = await variables_of(endpoint, environment)
         if (sandbox := self._sandbox) is None:
             return await self._run(given, self._command, variables)
-        with _system_errors(self._command[0]), tempfile.TemporaryFile() as started:
+        with system_errors(self._command[0]), tempfile.TemporaryFile() as started:
             inside = {**sandbox.environment(variables), STARTED_VARIABLE: str(started.fileno())}
             try:
                 return await self._run(given, [*sandbox.prefix, *self._command], inside, (*sandbox.descriptors, started.fileno()))
@@ -151,7 +152,7 @@ class AgentCommand:
         # Files, not pipes: a grandchild that keeps a pipe open cannot hold the attempt.
         log = attempt_log()
         files = tempfile.TemporaryFile
-        with _system_errors(command[0]), files() as stdin, files() as stdout, log.program() as stderr:
+        with system_errors(command[0]), files() as stdin, files() as stdout, log.program() as stderr:
             stdin.write(json.dumps(given).encode())
             stdin.seek(0)
             outputs = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
@@ -177,11 +178,14 @@ class AgentCommand:
 
 
 @contextmanager
-def _system_errors(program: str) -> Generator[None]:
-    """Raise ProgramFailure in place of an error of the system: memory, processes or files ran out, or a variable is too long."""
+def system_errors(program: str) -> Generator[None]:
+    """Raise ProgramFailure in place of an error of the system: memory, processes or files ran out, or a variable is too long.
+
+    A RuntimeError is that of a thread that cannot be started, as asyncio does to wait for a process.
+    """
     try:
         yield
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ProgramFailure(AttemptFailure.CRASH, f"the program {program!r} could not be run: {error}") from error
 
 

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from opentelemetry import baggage
 
-from spangrad.agent.command import ADDRESSED, AgentCommand, ExitCode, passed_variables, variables_of
+from spangrad.agent.command import ADDRESSED, AgentCommand, ExitCode, passed_variables, system_errors, variables_of
 from spangrad.errors import AgentError
 from spangrad.http.service import in_url
 from spangrad.processes import MARK
@@ -98,7 +98,8 @@ class AgentContainer(AgentCommand):
         """
         name = f"spangrad-{uuid.uuid4().hex}"
         container = self._container if image is None else replace(self._container, image=image)
-        variables = reachable(await variables_of(endpoint, environment), self._container.address)
+        with system_errors(self._container.engine):
+            variables = reachable(await variables_of(endpoint, environment), self._container.address)
         ended = False
         _running[name] = self._container.engine
         try:

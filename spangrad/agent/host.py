@@ -42,7 +42,7 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 from spangrad.agent.attempt import AttemptNote, with_note
 from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, failed_run, handed_on, is_empty, raised
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import AgentCommand, SandboxLaunch, kill_groups
+from spangrad.agent.command import AgentCommand, ProgramFailure, SandboxLaunch, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
 from spangrad.agent.flushing import Flusher, exit_process
 from spangrad.agent.local_environment import LocalEnvironment
@@ -237,7 +237,10 @@ class Host:
         with plain_exceptions():
             if _is_async(function):
                 return await function(*args, **kwargs)
-            thread = self._pool.submit(thread_call(function, *args, **kwargs))
+            try:
+                thread = self._pool.submit(thread_call(function, *args, **kwargs))
+            except RuntimeError as error:
+                raise ProgramFailure(AttemptFailure.CRASH, f"the attempt got no thread: {error}") from error
             self._threads.add(thread)
             thread.add_done_callback(self._threads.discard)
             try:

@@ -7,16 +7,20 @@ import json
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spangrad.agent.attempt_answer import Stages
+from spangrad.agent.command import AgentCommand, ProgramFailure
+from spangrad.agent.container import AgentContainer, Container
 from spangrad.agent.flushing import Flusher
 from spangrad.agent.host import Host
 from spangrad.episode.environment import StepResult
 from tests.support.runners import is_true, until
 
+CONTAINER = Container("true", "image", (), "host", (), None)
 OWN_TASK = "RuntimeError: cancelled by the user's code itself, in a task of its own"
 
 
@@ -212,3 +216,27 @@ async def test_host_cancel_while_an_environment_closes_is_stuck() -> None:
     finally:
         released.set()
     assert (messages[-1]["failure"], messages[-1]["stuck"]) == ("timeout", True)
+
+
+def refuse_thread(*_: object, **__: object) -> Any:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_host_attempt_without_thread_is_no_failure_of_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spangrad.agent.host.ThreadPoolExecutor.submit", refuse_thread)
+    answer = await answer_of(Stages(works))
+    assert (answer["failure"], answer["detail"]) == ("crash", "the attempt got no thread: can't start new thread")
+
+
+@pytest.mark.parametrize("call", ["to_thread", "create_subprocess_exec"])
+@pytest.mark.parametrize(
+    "program", [AgentCommand(["true"], Path(), instrument=False), AgentContainer(CONTAINER, Path(), "")], ids=["command", "container"]
+)
+async def test_host_program_without_thread_is_no_failure_of_policy(
+    monkeypatch: pytest.MonkeyPatch, call: str, program: AgentCommand | AgentContainer
+) -> None:
+    monkeypatch.setattr("spangrad.agent.container.remove", lambda engine, names: None)
+    monkeypatch.setattr(asyncio, call, refuse_thread)
+    with pytest.raises(ProgramFailure, match="the program 'true' could not be run: can't start new thread") as raised:
+        await program({}, None)
+    assert raised.value.failure == "crash"
