@@ -6,6 +6,7 @@ Invariant: a body that cannot be read raises `UndecodableError`, with a message 
 from __future__ import annotations
 
 import binascii
+import re
 from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
@@ -27,6 +28,8 @@ _DOWN = (
     *("resourceSpans", "scopeSpans", "spans", "links", "resourceLogs", "scopeLogs", "logRecords"),
     *("resource_spans", "scope_spans", "resource_logs", "scope_logs", "log_records"),
 )
+_HALF = re.compile(rb"(\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u])|\\u[dD][89a-fA-F]\w\w")
+"""JSON's escape of half of a surrogate pair; whole pairs and other escapes, which are kept, are the first group."""
 
 
 class UndecodableError(ValueError):
@@ -49,7 +52,7 @@ def decode(message: type[M], body: bytes, content_type: str) -> M:
 
 def _from_json(message: type[M], body: bytes) -> M:
     try:
-        tree = msgspec.json.decode(body)
+        tree = _tree(body)
     except JSON_ERRORS as error:
         raise UndecodableError(f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
@@ -63,6 +66,22 @@ def _from_json(message: type[M], body: bytes) -> M:
     # The parser lets other errors through where a value's type is quite wrong.
     except (json_format.ParseError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UndecodableError(f"the body is not an OTLP/JSON {message.DESCRIPTOR.name}: {error}") from None
+
+
+def _tree(body: bytes) -> Any:
+    """Return the value of a JSON text; half of a surrogate pair, as JavaScript leaves where it cuts a text, becomes U+FFFD.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        # As the Collector reads it: the sender would drop the whole request for one character.
+        whole = _HALF.sub(lambda escape: escape[1] or rb"\ufffd", body)
+        if whole == body:
+            raise
+        return msgspec.json.decode(whole)
 
 
 def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,7 @@ def attributes(values: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 VALUES = attributes(
     {
         "text": text("é<>&\u2028"),
+        "halves of surrogate pairs": text("cut \ud83d, \ude00\ud83d, \\ud83d, \U0001f600"),
         "bytes": {"bytesValue": "AAEC/w=="},
         "no bytes": {"bytesValue": ""},
         "int": {"intValue": "-42"},
