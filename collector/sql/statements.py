@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
@@ -208,7 +208,8 @@ class StatementRunner:
     def _staging(self, handle: Handle) -> Staging:
         """Return the handle's inserter, without the temporary tables that no longer have their targets' columns."""
         schema = self._schema
-        since, staging = self._stagings.get(handle) or (schema, Staging(handle))
+        # By a proxy: a value that referred to its key would keep every handle that the pool has closed.
+        since, staging = self._stagings.get(handle) or (schema, Staging(proxy(handle)))
         if since is not schema:
             staging.forget()
         self._stagings[handle] = schema, staging

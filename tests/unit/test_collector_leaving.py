@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -105,6 +106,29 @@ async def test_statement_of_disconnected_client_frees_body_and_files(engine: Bus
     runner.abandon(last)
     assert open_files(os.getpid()) == before[1] - 2 * len(statements)
     runner.close()
+
+
+async def test_handle_that_is_closed_after_insert_is_freed(engine: BusyEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[BusyEngine]] = []
+
+    def handle() -> BusyEngine:
+        new = BusyEngine()
+        opened.append(weakref.ref(new))
+        return new
+
+    monkeypatch.setattr(engine, "handle", handle)
+    runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ArrivalBoard(), ReaderLimits(100, 60))
+    # By its name the session might be left with a table of its own: its handle is closed after the statement.
+    insert = b"INSERT INTO spangrad_internal.temporary_rows (a) FORMAT CSV\n1\n"
+    for number in range(3):
+        statement = RunningStatement(QueryRequest({}, {}, insert, {}, TokenRole.WRITER, safe=False, query_id=str(number)), quick_seconds=0)
+        runner.start(statement)
+        await statement.result()
+        runner.abandon(statement)
+    runner.close()
+    gc.collect()
+
+    assert [freed() for freed in opened] == [None] * 4
 
 
 @asynccontextmanager
