@@ -352,12 +352,12 @@ async def _refuse(scope: Message, send: Send) -> None:
 
 async def _read(receive: Receive) -> bytes:
     """Return the whole body of a request, or the part that arrived before the client disconnected."""
-    body = b""
+    pieces: list[bytes] = []  # added to one another, each would cost a copy of all before it
     while True:
         message = await receive()
-        body += message.get("body", b"")
+        pieces.append(message.get("body", b""))
         if not message.get("more_body"):
-            return body
+            return b"".join(pieces)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
