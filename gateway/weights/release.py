@@ -226,12 +226,14 @@ async def _put_into(
     )
 
 
-async def _publish_to(backend: Backend, release: WeightsRelease, expected: Expected, calls: CallsInFlight) -> EngineError | None:
-    """Publish to one engine; return its error, or None."""
+async def _publish_to(
+    backend: Backend, release: WeightsRelease, expected: Expected, calls: CallsInFlight
+) -> EngineError | PublicationError | None:
+    """Publish to one engine; return its error, or None. One that was restarted since the others began may refuse what it took before."""
     async with backend.lock:
         try:
             await put(backend, release, await expected.by(backend), calls, expected.sender)
-        except EngineError as error:
+        except (EngineError, PublicationError) as error:
             return error
     return None
 

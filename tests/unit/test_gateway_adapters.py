@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from spangrad.weights import checksums
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateways import Stage, staged
+from tests.support.gateways import Stage, backends, several, staged
 from tests.support.policies import random_adapter
 
 STEPS = [
@@ -98,6 +98,29 @@ async def test_publish_adapter_checksum_of_base_is_read_once(base: Path, adapter
                 assert answer.status == 200
             assert stage.engine.parts == ["adapter"], "the engine sums its base when it is admitted, and no more"
     assert read.count(base) == 2, "of three publications the first reads the base: the gateway, and the fake engine in this process"
+
+
+async def test_publish_with_engine_that_refuses_after_its_restart_counts_for_the_other(base: Path, adapter: Path) -> None:
+    first, second = engine_of(base), engine_of(base)
+    async with several(first, second) as stage:
+        first.go_on.clear()
+        call = asyncio.create_task(stage.chat())
+        await first.arrived.wait()
+        body = {"version": 1, "path": str(adapter), "checksum": checksum_directory(adapter), "order": "rolling", "in_flight": "drain"}
+        publishing = asyncio.create_task(stage.client.post("/admin/policies/policy/versions", json=body))
+        # Meanwhile the second is started anew, without adapters.
+        second.lora_rank, second.version = 0, 7
+        async with asyncio.timeout(10):
+            while (await backends(stage))[1]["version"] != 7:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
+        first.go_on.set()
+        answer = await (await publishing).json()
+
+        assert (await call)[0] == 200
+        assert answer["version"] == 1
+        assert answer["backends"]["policy-0"] == "serving"
+        assert answer["backends"]["policy-1"].startswith("down: the engine at")
+        assert (first.version, first.checksum) == (1, checksum_directory(adapter))
 
 
 async def test_publish_adapter_unfit_for_engine_is_refused_before_any_order(base: Path, adapter: Path, tmp_path: Path) -> None:
