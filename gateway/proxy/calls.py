@@ -163,6 +163,8 @@ class Calls:
             await self._exporter.put(self._span(exchange.facts))
         finally:
             facts = exchange.facts
+            # A stream's refers to the answer: until a collection, which is rare here, both would stay, with all token ids.
+            facts.answer.whole = None
             self._counts.end(
                 facts.context.attempt,
                 overflowed=facts.http_status == 400 and names_context_overflow(facts.error_message),

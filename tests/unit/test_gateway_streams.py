@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from gateway.dialects import DIALECTS
+from gateway.dialects.answer import EngineAnswer
 from gateway.proxy.calls import _is_end
 from spangrad import semconv
 from spangrad.processes import free_ports
+from tests.support.fake_engine import Recorded
 from tests.support.gateways import MESSAGES, staged
 
 CHAT = "/v1/chat/completions"
@@ -91,3 +95,30 @@ def test_stream_reader_finds_events_at_any_cut(end: bytes, at_once: int) -> None
 )
 def test_is_end_detects_last_event_with_any_line_end(events: bytes, end: bool) -> None:
     assert _is_end(events) is end
+
+
+def answers_in_memory() -> int:
+    """Return the number of engines' answers in this process."""
+    return sum(isinstance(each, EngineAnswer) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions", "responses", "messages"])
+async def test_answer_of_ended_stream_is_freed_without_garbage_collection(dialect: str) -> None:
+    given = json.loads((Path(__file__).parent.parent / f"fixtures/gateway/{dialect}-stream.json").read_text())
+    async with staged() as stage:
+        await stage.readiness("serving")
+        stage.engine.answers[given["path"]] = Recorded(given["plugged"]["body"].encode(), given["plugged"]["type"])
+        gc.collect()
+        before = answers_in_memory()
+        gc.disable()
+        try:
+            for _ in range(3):
+                async with stage.client.post(given["path"], json=given["request"]) as answer:
+                    assert answer.status == 200
+                    assert await answer.read()
+            await stage.spans(3)
+            async with asyncio.timeout(5):
+                while answers_in_memory() > before:  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(0.1)
+        finally:
+            gc.enable()
