@@ -15,6 +15,7 @@ import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
+from collector.otlp.texts import with_sound_texts
 from spangrad.errors import JSON_ERRORS
 
 PROTOBUF = "application/x-protobuf"
@@ -36,18 +37,24 @@ class UndecodableError(ValueError):
     """A body does not match its content type."""
 
 
-def decode(message: type[M], body: bytes, content_type: str) -> M:
-    """Read a body.
+def decode(message: type[M], body: bytes, content_type: str) -> tuple[M, bytes]:
+    """Read a body; return the message and its protobuf bytes.
 
     Raises:
         UndecodableError: the body is not such a message.
     """
     if content_type == JSON:
-        return _from_json(message, body)
+        read = _from_json(message, body)
+        return read, read.SerializeToString()
     try:
-        return message.FromString(body)
+        return message.FromString(body), body
     except DecodeError as error:
-        raise UndecodableError(f"the body is not a protobuf {message.DESCRIPTOR.name}: {error}") from None
+        refusal = UndecodableError(f"the body is not a protobuf {message.DESCRIPTOR.name}: {error}")
+    try:
+        sound = with_sound_texts(message, body)
+        return message.FromString(sound), sound
+    except DecodeError:
+        raise refusal from None
 
 
 def _from_json(message: type[M], body: bytes) -> M:

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest, ExportLogsServiceResponse
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 
-from collector.otlp.decode import PROTOBUF, decode
+from collector.otlp.decode import decode
 from collector.otlp.requests import trace_body
 from collector.otlp.rows import Rows, encode_logs
 from collector.write.ingest import Body, Charge, Ingest, Inserter
@@ -40,9 +40,7 @@ class Signal:
         """
 
         def prepare() -> Body:
-            body = unpack()
-            message = decode(self.request, body, content_type)
-            return self.prepare(message, body if content_type == PROTOBUF else message.SerializeToString())
+            return self.prepare(*decode(self.request, unpack(), content_type))
 
         refused = await ingest.store(self.inserter(ingest), prepare, charge)
         if not refused.count:

@@ -205,9 +205,28 @@ def test_unstorable_agrees_with_encode_traces(spans: list[Span]) -> None:
 
 def test_decode_json_half_of_surrogate_pair_becomes_replacement() -> None:
     body = rb'{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "cut \ud83d", "traceState": "\\ud83d \ud83d\ude00 \ude00"}]}]}]}'
-    (span,) = decode(ExportTraceServiceRequest, body, JSON).resource_spans[0].scope_spans[0].spans
+    (span,) = decode(ExportTraceServiceRequest, body, JSON)[0].resource_spans[0].scope_spans[0].spans
 
     assert (span.name, span.trace_state) == ("cut \ufffd", "\\ud83d \U0001f600 \ufffd")
+
+
+def test_decode_protobuf_text_that_is_no_utf8_is_replaced_and_bytes_are_kept() -> None:
+    kept = b"\xed\xa0\xbd\xff"
+    span = Span(
+        name="cut ???", attributes=[KeyValue(key="ids", value=AnyValue(bytes_value=kept)), text("text", "a ???"), text("b", "\u20ac")]
+    )
+    body = request(span, resource=Resource(attributes=[text("service.name", "???")])).SerializeToString().replace(b"???", b"\xed\xa0\xbd")
+    message, wire = decode(ExportTraceServiceRequest, body, PROTOBUF)
+    (read,) = message.resource_spans[0].scope_spans[0].spans
+
+    lost = "\ufffd" * 3
+    assert (read.name, message.resource_spans[0].resource.attributes[0].value.string_value) == (f"cut {lost}", lost)
+    assert [item.value for item in read.attributes] == [
+        AnyValue(bytes_value=kept),
+        AnyValue(string_value=f"a {lost}"),
+        AnyValue(string_value="\u20ac"),
+    ]
+    assert message == ExportTraceServiceRequest.FromString(wire)
 
 
 OTLP_JSON = """{"resourceSpans": [{
@@ -225,7 +244,7 @@ OTLP_JSON = """{"resourceSpans": [{
     [("3", '"1700000000000000001"', "2", '"7"'), ('"SPAN_KIND_CLIENT"', "1700000000000000001", '"STATUS_CODE_ERROR"', "7")],
 )
 def test_decode_json_and_protobuf_give_same_rows(kind: str, start: str, code: str, number: str) -> None:
-    from_json = encode_traces(decode(ExportTraceServiceRequest, (OTLP_JSON % (kind, start, code, number)).encode(), JSON))
+    from_json = encode_traces(decode(ExportTraceServiceRequest, (OTLP_JSON % (kind, start, code, number)).encode(), JSON)[0])
     span = Span(
         trace_id=bytes(range(1, 17)),
         span_id=bytes(range(1, 9)),
@@ -244,7 +263,7 @@ def test_decode_json_and_protobuf_give_same_rows(kind: str, start: str, code: st
     message = request(span, resource=Resource(attributes=[text("service.name", "agent")]))
     message.resource_spans[0].scope_spans[0].scope.name = "spangrad.gateway"
 
-    assert from_json == encode_traces(decode(ExportTraceServiceRequest, message.SerializeToString(), PROTOBUF))
+    assert from_json == encode_traces(decode(ExportTraceServiceRequest, message.SerializeToString(), PROTOBUF)[0])
     assert read_spans(from_json) == [
         {
             "Timestamp": 1700000000000000001,
@@ -280,7 +299,7 @@ def test_decode_json_of_random_span_gives_same_rows(span: Span) -> None:
 
     body = json_format.json.dumps(tree).encode()
 
-    assert encode_traces(decode(ExportTraceServiceRequest, body, JSON)) == encode_traces(message)
+    assert encode_traces(decode(ExportTraceServiceRequest, body, JSON)[0]) == encode_traces(message)
 
 
 @pytest.mark.parametrize(
