@@ -48,6 +48,7 @@ class Follower:
         self._pool = pool
         self._session = session
         self._revision = 0
+        """Number of the newest state of this connection. 0: none has come, and what is known has another one's numbers."""
         self._due = asyncio.Event()
         """Set when a report is due at once: a state is not confirmed yet, or attempts have ended."""
         self._closed: deque[ClosedAttempt] = deque(maxlen=CLOSED_KEPT)
@@ -126,6 +127,7 @@ class Follower:
                     timeout=aiohttp.ClientWSTimeout(ws_receive=SILENT_SECONDS),  # pyright: ignore[reportCallIssue] - attrs
                     max_msg_size=0,
                 )
+            self._revision = 0
             async with socket:
                 reporting = asyncio.create_task(self._report(socket))
                 try:
@@ -161,8 +163,9 @@ class Follower:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._due.wait(), COUNT_SECONDS)
                 self._due.clear()
-                report = self._pool.report(self._revision, tuple(self._unsent))
+                closed = tuple(self._unsent)
                 self._unsent.clear()
+                report = self._pool.report(self._revision, closed) if self._revision else FollowerReport(0, {}, {}, closed)
                 if report != sent or time.monotonic() - sent_at >= BEAT_SECONDS:
                     await socket.send_bytes(msgspec.msgpack.encode(report))
                     sent, sent_at = report, time.monotonic()

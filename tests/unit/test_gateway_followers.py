@@ -12,8 +12,10 @@ import pytest
 from aiohttp import web
 
 from gateway.followers import controller
-from gateway.followers.followed_pool import FollowedPool
-from gateway.followers.messages import ControllerUpdate
+from gateway.followers.messages import BackendView, ControllerUpdate, FollowerReport, PolicyView, PoolView
+from gateway.pool.registry import RegisteredBackend
+from gateway.pool.upstream import BackendStatus
+from gateway.proxy.auth import STATE_PATH
 from spangrad import semconv
 from spangrad.http.announcements import ClosedAttempt
 from spangrad.processes import free_ports
@@ -276,3 +278,34 @@ async def test_frozen_upstreams_and_their_keys_reach_a_follower() -> None:
             assert asked == ["Bearer sk-judge"]
     finally:
         await runner.cleanup()
+
+
+async def test_follower_confirms_no_state_of_an_earlier_connection() -> None:
+    reports: list[list[FollowerReport]] = []
+
+    async def connect(request: web.Request) -> web.WebSocketResponse:
+        """Send the first follower a state, and those that come later none, as a controller that has only just started."""
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        taken: list[FollowerReport] = []
+        reports.append(taken)
+        if len(reports) == 1:
+            backend = BackendView(7, "policy-0", RegisteredBackend("http://127.0.0.1:9"), BackendStatus.DOWN, "")
+            view = PoolView("policy", {}, (PolicyView("policy", (backend,), None, None, False),))
+            await socket.send_bytes(msgspec.msgpack.encode(ControllerUpdate(5, view, {})))
+        while not taken or (len(reports) == 1 and taken[-1].revision != 5):
+            taken.append(msgspec.msgpack.decode((await socket.receive()).data, type=FollowerReport))
+        await socket.close()
+        return socket
+
+    (port,) = free_ports(1)
+    app = web.Application()
+    app.router.add_get(STATE_PATH, connect)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    async with staged(controller=f"http://127.0.0.1:{port}"), asyncio.timeout(10):
+        while len(reports) < 2 or not reports[1]:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.02)
+    await runner.cleanup()
+    assert (reports[0][-1].revision, reports[1][0].revision) == (5, 0)
