@@ -11,6 +11,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,22 +209,22 @@ class EmbeddedDatabase:
 
     def kill_queries(self) -> None:
         """Cancel every statement that is still running."""
-        handle = self.handle()
-        handle.query("KILL QUERY WHERE query_id != queryID() ASYNC")
-        handle.close()
+        with closing(self.handle()) as handle:
+            handle.query("KILL QUERY WHERE query_id != queryID() ASYNC")
 
     def kill(self, name: str) -> None:
-        """Cancel the statement that runs on the handle of this name, if any; it ends soon after."""
-        handle = self.handle()
-        handle.query(f"KILL QUERY WHERE Settings['workload'] = '{name}' ASYNC")
-        handle.close()
+        """Cancel the statement that runs on the handle of this name, if any; it ends soon after.
+
+        Raises:
+            EngineRefusedError: that was not possible now, as where memory is short.
+        """
+        with closing(self.handle()) as handle:
+            handle.query(f"KILL QUERY WHERE Settings['workload'] = '{name}' ASYNC")
 
     def query_id(self, name: str) -> str:
         """Return the database's id of the statement that runs on the handle of this name; empty when none does."""
-        handle = self.handle()
-        query_id = handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body
-        handle.close()
-        return query_id.decode().strip()
+        with closing(self.handle()) as handle:
+            return handle.query(f"SELECT query_id FROM system.processes WHERE Settings['workload'] = '{name}'").body.decode().strip()
 
     def close(self) -> None:
         """Close the database, after all other handles were closed, and release the directory."""

@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, proxy
 
@@ -27,6 +27,7 @@ from collector.sql.request import Statement, read_statement
 from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
 from collector.write.write_buffer import WriteBuffer
+from spangrad.errors import StoreError
 from spangrad.store.clickhouse import SETTLED
 from spangrad.store.names import INTERNAL
 
@@ -141,9 +142,10 @@ class StatementRunner:
         self._handles.close()
 
     async def _end(self, run: RunningStatement) -> None:
-        # Repeatedly: a statement can be killed only once the database has started it.
+        # Repeatedly: a statement can be killed only once the database has started it, and where it leaves memory for that.
         while not run.done.done():
-            await asyncio.to_thread(self._kill, run)
+            with suppress(StoreError):
+                await asyncio.to_thread(self._kill, run)
             await asyncio.sleep(_KILL_AGAIN_SECONDS)
 
     def _kill(self, run: RunningStatement) -> None:

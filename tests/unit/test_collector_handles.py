@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from collector.auth import TokenRole
-from collector.database import EngineRefusedError, Handle, QueryAnswer
+from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer
 from collector.sql.external_data import ExternalTable
 from collector.sql.request import Statement
 from collector.sql.sessions import SessionPool
@@ -46,4 +48,14 @@ def test_session_pool_closes_reader_handle_that_is_not_read_only() -> None:
 
     with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.READER):
         pass
+    assert handle.closed
+
+
+@pytest.mark.parametrize(("ask", "refused"), [(EmbeddedDatabase.kill, "KILL"), (EmbeddedDatabase.query_id, "SELECT query_id")])
+def test_database_closes_handle_of_refused_statement(ask: Callable[[EmbeddedDatabase, str], object], refused: str) -> None:
+    handle = StubbornHandle(refused)
+    database = cast(EmbeddedDatabase, SimpleNamespace(handle=lambda: handle))
+
+    with pytest.raises(EngineRefusedError, match="Query was cancelled"):
+        ask(database, "name")
     assert handle.closed

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from collector.arrivals import ArrivalBoard
 from collector.auth import TokenRole
-from collector.database import EmbeddedDatabase, Kind, QueryAnswer
+from collector.database import EmbeddedDatabase, EngineRefusedError, Kind, QueryAnswer
 from collector.sql import body as bodies
 from collector.sql.body import Unpacker, read_body
 from collector.sql.readers import ReaderLimits
@@ -105,6 +105,25 @@ async def test_statement_of_disconnected_client_frees_body_and_files(engine: Bus
     assert await last.result() == QueryAnswer(b"")
     runner.abandon(last)
     assert open_files(os.getpid()) == before[1] - 2 * len(statements)
+    runner.close()
+
+
+async def test_statement_of_disconnected_client_is_killed_again_after_refusal(engine: BusyEngine) -> None:
+    refusals = ["Code: 241. DB::Exception: memory is short. (MEMORY_LIMIT_EXCEEDED)"]
+
+    def kill(_: str) -> None:
+        if refusals:
+            raise EngineRefusedError(refusals.pop(), 241)
+        engine.gate.set()
+
+    engine.kill = kill  # type: ignore[attr-defined]
+    runner = StatementRunner(cast(EmbeddedDatabase, engine), cast(WriteBuffer, engine), ArrivalBoard(), ReaderLimits(100, 60))
+    statement = run(b"SELECT 1", 1)
+    runner.start(statement)
+    await until(lambda: statement.handle is not None)
+    runner.abandon(statement)
+    await until(statement.done.done)
+    assert not refusals
     runner.close()
 
 
