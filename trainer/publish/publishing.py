@@ -284,9 +284,16 @@ class HeadPublisher:
             with self._lock:
                 if publication:
                     self._published.append(publication)
-                if refused or (publication and publication.version == newest_version(self._ledger).version):
+                if refused or (publication and self._is_head(publication.version)):
                     self._refused, self._thread = refused, None
                     return
+
+    def _is_head(self, version: int) -> bool:
+        """Return whether a version is the head; a ledger that fails does not say so, and the version is published once more."""
+        try:
+            return newest_version(self._ledger).version == version
+        except LedgerError:
+            return False
 
 
 def is_transient(error: BaseException) -> bool:
