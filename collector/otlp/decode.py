@@ -15,7 +15,7 @@ import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import DecodeError, Message
 
-from collector.otlp.texts import with_sound_texts
+from collector.otlp.texts import with_utf8_texts
 from spangrad.errors import JSON_ERRORS
 
 PROTOBUF = "application/x-protobuf"
@@ -51,8 +51,8 @@ def decode(message: type[M], body: bytes, content_type: str) -> tuple[M, bytes]:
     except DecodeError as error:
         refusal = UndecodableError(f"the body is not a protobuf {message.DESCRIPTOR.name}: {error}")
     try:
-        sound = with_sound_texts(message, body)
-        return message.FromString(sound), sound
+        repaired = with_utf8_texts(message, body)
+        return message.FromString(repaired), repaired
     except DecodeError:
         raise refusal from None
 

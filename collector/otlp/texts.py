@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import Message
 
 
-def with_sound_texts(message: type[Message], body: bytes) -> bytes:
+def with_utf8_texts(message: type[Message], body: bytes) -> bytes:
     """Return a body with all its texts in UTF-8.
 
     Raises:
@@ -38,12 +38,12 @@ def _repair(message: Message) -> None:
         elif known.FindFieldByName(field.full_name).type != FieldDescriptor.TYPE_STRING:
             continue
         elif field.is_repeated:
-            value[:] = map(_sound, value)
+            value[:] = map(_utf8, value)
         else:
-            setattr(message, field.name, _sound(value))
+            setattr(message, field.name, _utf8(value))
 
 
-def _sound(text: bytes) -> bytes:
+def _utf8(text: bytes) -> bytes:
     return text.decode("utf-8", "replace").encode()
 
 

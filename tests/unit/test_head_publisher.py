@@ -47,7 +47,7 @@ class FailingPublisher:
         return 0.0
 
 
-def test_background_publication_goes_on_after_ledger_error() -> None:
+def test_publication_in_background_is_repeated_after_ledger_error() -> None:
     phases = SimpleNamespace(is_updated=lambda: True, enter=list[int]().append)
     parts: list[Any] = [FailingPublisher(), FailingLedger(), load_settings({}, env={}), Shutdown(), phases, lambda: None]
     publishing = HeadPublisher(*parts)
