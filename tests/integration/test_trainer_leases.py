@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import LedgerError
 from spangrad.leases import LeaseClock, is_dead, shown, this_process
+from spangrad.processes import wait_until
 from spangrad.types import VersionStatus
 from tests.support.processes import ForkedChild
 from tests.support.trainers import Place
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger, ancestry
-from trainer.ledger.tables import LedgerDatabase
+from trainer.ledger.tables import LEASES, LedgerDatabase
 from trainer.step import beating
 
 ELSEWHERE = "other-host 7 123 other-boot/pid:[1]"
@@ -88,20 +90,26 @@ def test_ledger_heartbeat_extends_lease(place: Place, caplog: pytest.LogCaptureF
     holder, other = begun(place, lease_seconds=0.4, holder=ELSEWHERE), Ledger(place(), "policy", "main")
     lease = holder.begin(rollouts("a"))
     assert lease
+
+    def beats() -> int:
+        with holder.database.reading() as connection:
+            return connection.execute(sa.select(LEASES.c.beats)).scalar_one()
+
+    now = 0.0
+    other._watch = LeaseClock(lambda: now)
     with beating(holder, lease):
-        end = time.monotonic() + 1.2
-        while time.monotonic() < end:
+        for _ in range(4):  # by the observer's clock, three times as long as a lease
+            seen = beats()
+            wait_until(lambda seen=seen: beats() > seen, 60, "a heartbeat", poll_seconds=0.01)
             assert other.recover() == []
-            time.sleep(0.02)
-    end = time.monotonic() + 10
-    while not other.recover():
-        assert time.monotonic() < end
+            now += 0.3
+            assert other.recover() == []
+    assert other.recover() == []
+    now += 0.5
+    assert other.recover() == [lease.version]
     caplog.set_level(logging.WARNING)
     with beating(holder, lease):
-        end = time.monotonic() + 10
-        while "the lease of version 1 is lost" not in caplog.text:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda: "the lease of version 1 is lost" in caplog.text, 60, "the loss of the lease", poll_seconds=0.01)
 
 
 def test_ledger_lease_of_dead_process_is_taken_over_at_once(place: Place):
