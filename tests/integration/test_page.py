@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -142,14 +143,12 @@ def test_rollouts_page_finds_rollouts_by_text_in_messages(tab: Visitor) -> None:
 
 def test_rollouts_page_long_list_keeps_few_rows_in_the_document(tab: Visitor) -> None:
     page = tab.open("/rollouts?run=many&sort=return&order=asc")
-    shown = set(links(page))
-    for _ in range(60):
+    shown, end = set(links(page)), time.monotonic() + 60
+    while len(shown) < MANY and time.monotonic() < end:  # at the last row that is here, the next ones may be on their way
         top = page.evaluate("() => { const list = document.getElementById('list'); list.scrollTop += 600; return list.scrollTop; }")
         page.locator(f"#list tr[aria-rowindex='{int(top // 34) + 2}']").wait_for(state="attached")
         assert page.locator("#list tbody tr").count() < 80
         shown |= set(links(page))
-        if len(shown) == MANY:
-            break
     assert shown == {f"many-{number:04d}" for number in range(MANY)}
 
 
@@ -273,13 +272,15 @@ def test_call_page_shows_request_and_response_as_json(tab: Visitor, rollouts: Pa
 
 def test_overview_page_shows_services_and_is_live(tab: Visitor, rollouts: PageRollouts) -> None:
     page = tab.open("/")
-    assert page.locator("#services li").all_inner_texts() == [
+    services = [
         "● answers store",
         "○ no answer gateway",
         "● answers queue",
         "● answers builder train: 3 wait, the oldest for 5.2 s",
         f"○ no answer trainer restarting, restarted 2 times, exit code 1: {MARKUP}",
     ]
+    # On a busy machine a service may answer a first look too late; the next one shows it.
+    expect(page.locator("#services li")).to_have_text(services, use_inner_text=True)
     facts = page.locator("#rollouts dd")
     expect(facts.nth(0)).to_have_text("3")
     expect(facts.nth(5)).to_contain_text("policy@5")
