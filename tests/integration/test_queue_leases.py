@@ -12,6 +12,7 @@ from pathlib import Path
 from inline_snapshot import snapshot
 
 from runner.queue.client import LeaseHeartbeats, QueueClient
+from runner.queue.tables import ROLLOUTS
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
 from tests.support.runners import done, is_state, is_true, new_rollouts, queue_settings, serving, state, until
@@ -33,6 +34,7 @@ async def test_complete_after_lost_lease_is_refused_with_reason(queue_db: str) -
                 ended=AttemptFailure.LOST,
             )
         )
+    async with serving(queue_settings(queue_db)) as (client, _):  # whose leases hold on a busy machine, too
         (quick,) = await client.lease("run", "quick")
         assert (await client.complete([done(quick, rewards={"reward": 0.5})]))[0].refused is None
         (late,) = await client.complete([done(slow)])
@@ -125,11 +127,13 @@ async def test_attempt_timeout_counts_agent_time_reported_by_worker(tmp_path: Pa
 
 
 async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _):
+        await client.enqueue("run", new_rollouts(2))
+        (long,) = await client.lease("run", "worker")
+        assert await client.extend([long], 600) == []
     settings = queue_settings(queue_db, queue__lease_seconds=0.3)
     async with serving(settings) as (client, _):
-        await client.enqueue("run", new_rollouts(2))
-        long, short = await client.lease("run", "worker", 2)
-        assert await client.extend([long], 600) == []
+        (short,) = await client.lease("run", "worker")
         await until(lambda: is_state(client, "r1", RolloutState.QUEUED))
         assert [one.ended for one in await client.extend([long, short], 500)] == [AttemptFailure.LOST]
     async with serving(settings) as (client, service):
@@ -141,22 +145,22 @@ async def test_extended_lease_needs_no_heartbeat_after_restart(queue_db: str) ->
 
 async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)
-    async with serving(settings) as (client, _):
-        await client.enqueue("run", [*new_rollouts(1, "short", timeout_seconds=1.0), *new_rollouts(1, "long")])
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", [*new_rollouts(1, "short", timeout_seconds=3600.0), *new_rollouts(1, "long", timeout_seconds=7200.0)])
         leases = await client.lease("run", "worker", 2)
+        an_hour_ago = ROLLOUTS.update().values(began=ROLLOUTS.c.began - 3600)
+        await service.writer.do(lambda transaction: transaction.execute(an_hour_ago).rowcount)
     await asyncio.sleep(0.8)  # longer than a lease: nobody could renew it
-    restarted = time.time()
+    restarted = time.monotonic()
     async with serving(settings) as (client, service):
         assert service.in_flight == 2
         async with LeaseHeartbeats(client, "worker", lambda lease, result: None) as beating:
             beating.keep(leases)
             await until(lambda: is_state(client, "short0", RolloutState.QUEUED))
+            assert time.monotonic() - restarted >= 0.5, "a lease's time more than its timeout, of which nothing was left"
+            assert await state(client, "long0") == RolloutState.RUNNING
         (ended,) = (await client.rollout("short0")).attempts
-        assert ended.ended_at
-        assert ended.ended_at - ended.began_at >= 1.5, "its timeout and a lease's time"
-        assert ended.ended_at - restarted < 1.5, "counted from the hand-out"
-        assert (ended.reason, ended.detail) == (AttemptFailure.LOST, "it ran for more than 1 s, and its worker did not end it")
-        assert await state(client, "long0") == RolloutState.RUNNING
+        assert (ended.reason, ended.detail) == (AttemptFailure.LOST, "it ran for more than 3600 s, and its worker did not end it")
 
 
 async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> None:
@@ -171,9 +175,9 @@ async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> Non
 
 
 async def test_attempt_timeout_excludes_queue_time(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.2)) as (client, _):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=2.0)) as (client, _):
         await client.enqueue("run", new_rollouts(1, timeout_seconds=0.1))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.6)  # longer than it may run, and a lease's time
         (lease,) = await client.lease("run", "worker")
         assert (await client.complete([done(lease)]))[0].refused is None
 
