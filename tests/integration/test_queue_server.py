@@ -167,12 +167,12 @@ async def test_run_id_with_special_characters_is_one_path_segment(tmp_path: Path
 
 
 async def test_endings_of_a_burst_come_in_one_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notifier, "_GATHER_SECONDS", 0.5)
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
+    monkeypatch.setattr(notifier, "_GATHER_SECONDS", 3.0)
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         await client.enqueue("run", new_rollouts(3))
         leases = await client.lease("run", "worker", 3)
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
-        await asyncio.sleep(0.2)
+        await until(lambda: is_true(service._ends.awaited))
         for lease in leases:
             await client.complete([done(lease)])
         assert len((await watcher).rollouts) == 3
