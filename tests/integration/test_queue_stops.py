@@ -70,7 +70,7 @@ async def test_cancel_before_the_response_with_the_lease_ends_attempt_at_once(se
         leases = await client.lease("run", "worker")
         await wait_for_request(client)
         await client.cancel(RolloutSelector(run_id="run"))
-        await wait_for_request(client)
+        await until(lambda: is_true(beating._stopped_early))
         assert not ended.results
         beating.keep(leases)
         assert ended.results["r0"].ended is AttemptFailure.CANCELLED
