@@ -45,12 +45,12 @@ AGENT = """
         if given == "odd reward":
             return {"half \\ud83d": 0.5}
         if given == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         if given == "daemon":
             child = os.fork()
             if child == 0:
                 os.setsid()
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(0)
             return child
         if given == "vandal":
@@ -140,9 +140,12 @@ def callable_agent(directory: Path) -> CallableAgent:
 
 async def test_runner_stopped_between_attempts_ends_root_span(tmp_path: Path) -> None:
     async with stage(tmp_path, callable_agent(tmp_path), concurrency=1, max_attempts=2, failure_rewards={"exception": None}) as on:
-        on.sink.refusals = [(503, {"retry-after": "1"})]  # while the root waits, the rollout is not queued again, and the other one begins
+        # While the root waits, the rollout is not queued again, and the other one begins.
+        on.sink.refusals = [(503, {"retry-after": "1"})] * 100
         run = asyncio.create_task(on.runner.run([Task("bad", "raise"), Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
-        await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans) and len(on.gateway.announced) == 2)
+        await until(lambda: is_true(len(on.gateway.announced) == 2), 60)
+        on.sink.refusals.clear()
+        await asyncio.to_thread(on.sink.wait_for, lambda: bool(on.sink.spans))
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
@@ -222,7 +225,7 @@ async def test_runner_agent_that_rewards_itself_succeeds_without_reward(tmp_path
 
 
 async def test_runner_daemon_left_by_agent_does_not_delay_end(tmp_path: Path) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
             (outcome,) = await on.runner.run([Task("t", "daemon")], mode=Mode.TRAIN, group_size=1)
         assert outcome.reward is not None
@@ -377,9 +380,9 @@ def test_run_command_sigterm_ends_and_sends_root_spans(tmp_path: Path) -> None:
         settings = ["--set", f"store.otlp_endpoint={sink.url}", "--set", f"gateway.url={gateway.url}", "--group-size", "1"]
         run = subprocess.Popen([*command, *settings], cwd=tmp_path, stdout=subprocess.DEVNULL)
         try:
-            sink.wait_for(lambda: bool(sink.named("rollout")), 30)
+            sink.wait_for(lambda: bool(sink.named("rollout")), 120)
             run.terminate()
-            assert run.wait(20) == 128 + signal.SIGTERM
+            assert run.wait(60) == 128 + signal.SIGTERM
         finally:
             run.kill()
             run.wait()
