@@ -209,7 +209,7 @@ def attacked(rung: str) -> dict[str, str]:
     names = [name for name in ATTACKS if prefix or name not in DANGEROUS]
     facts = {**FACTS, "sleep": SECONDS.get(rung, "0")}
     words = [*prefix, PYTHON, "-I", "-S", str(Path(FACTS["directory"], "escape.py")), ",".join(names), json.dumps(facts)]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    result = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
     lines = result.stdout.splitlines()
     assert [line.partition(" ")[0] for line in lines] == names, result
     return dict(line.split(" ", 1) for line in lines)
