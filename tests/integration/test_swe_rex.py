@@ -26,6 +26,7 @@ from runner.swe_rex import runtime
 from runner.swe_rex.runtime import RexRuntime
 from runner.swe_rex.server import running
 from runner.swe_rex.wire import RexSession
+from runner.tools import session as tool_session
 from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ToolFailedError, ToolSession
 from runner.tools.toolbox import Toolbox, open_toolbox, prepare_tools
@@ -171,7 +172,8 @@ def busy_server_of_the_package(policy: SandboxPolicy, key: str) -> AbstractAsync
 
 
 @pytest.mark.parametrize("serve", [server_of_ours, server_of_the_package, busy_server_of_the_package])
-async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: SandboxPolicy) -> None:
+async def test_toolbox_on_a_remote_server_acts_there(serve: Any, policy: SandboxPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_session, "_GRACE_SECONDS", 60.0)
     remote = replace(policy, engine=SandboxRung.REMOTE)
     try:
         async with serve(policy, "key") as url:
