@@ -127,14 +127,14 @@ def pid_in(directory: Path) -> int:
 
 @pytest.mark.parametrize("mode", ["polite", "stubborn"])
 def test_evaluation_command_of_shell_ends_with_its_programs(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_command, "_KILL_SECONDS", 20.0 if mode == "polite" else 0.5)
+    monkeypatch.setattr(evaluation_command, "_KILL_SECONDS", 60.0 if mode == "polite" else 5.0)
     command = ("sh", "-c", '"$@"; exit', "sh", sys.executable, "-c", OF_SHELL, str(tmp_path), mode)
     evaluation = EvaluationCommand(EvaluationSettings(every=1, command=command))
     evaluation.start(1)
     pid = pid_in(tmp_path)
     evaluation.close()
     assert (tmp_path / "asked").exists()
-    wait_until(lambda: not process_start(pid), 10, "the end of the evaluation")
+    wait_until(lambda: not process_start(pid), 60, "the end of the evaluation")
 
 
 def test_evaluation_command_ends_when_the_trainer_is_killed(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:
         pid = pid_in(tmp_path)
         process.kill()
-    wait_until(lambda: not process_start(pid), 10, "the end of the evaluation")
+    wait_until(lambda: not process_start(pid), 60, "the end of the evaluation")
 
 
 def test_trainer_beside_evaluation_command_makes_all_steps_and_waits_at_end(tmp_path: Path) -> None:
