@@ -28,6 +28,6 @@ server.serve(Settings(), print)
 
 def test_rewards_serve_end_keeps_prints_and_spans() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=True)
     assert "a print of the evaluator\n" in ended.stdout
     assert '"name": "the judge\'s call"' in ended.stdout

@@ -228,7 +228,7 @@ def test_rollout_reader_rootless_call_in_one_table_only_has_not_arrived(store: S
     builder.build_ready()
     assert client.query(built).result_rows == []
     post(store, spans.otlp(call))
-    wait_until(lambda: builder.build_ready().rollouts > 0, 20, "the build", poll_seconds=0.02)
+    wait_until(lambda: builder.build_ready().rollouts > 0, 60, "the build", poll_seconds=0.02)
     assert [tuple(row) for row in client.query(built).result_rows] == [(call, "no_reward")]
     client.close()
 

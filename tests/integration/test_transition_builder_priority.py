@@ -138,7 +138,7 @@ def test_build_follow_wakes_when_a_root_arrives_and_serves_metrics(store: StoreS
     try:
 
         def scrape() -> str:
-            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
                 return answer.read().decode()
 
         def is_up() -> bool:
@@ -147,11 +147,11 @@ def test_build_follow_wakes_when_a_root_arrives_and_serves_metrics(store: StoreS
             except OSError:
                 return False
 
-        wait_until(is_up, 30, "the builder", [follower])
+        wait_until(is_up, 120, "the builder", [follower])
         time.sleep(1.5)
         post(store, training("woken", "group"))
         # It looks once a minute by itself.
-        wait_until(lambda: len(outcome(store, "woken")[0]) == 4, 20, "the build", [follower])
+        wait_until(lambda: len(outcome(store, "woken")[0]) == 4, 45, "the build", [follower])
         assert 'spangrad_builder_lag_seconds{mode="validate"} 0.0' in scrape()
         assert 'spangrad_builder_waiting_rollouts{mode="production"}' in scrape()
     finally:

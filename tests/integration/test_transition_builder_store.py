@@ -79,7 +79,7 @@ def built_until(builder: Builder, store: StoreSettings, run: str) -> None:
         builder.build_ready()
         return outcome(store, run) != ([], [])
 
-    wait_until(done, 20, f"the build of run {run}", poll_seconds=0.02)
+    wait_until(done, 60, f"the build of run {run}", poll_seconds=0.02)
 
 
 def test_builder_restarted_builds_nothing_twice(store: StoreSettings) -> None:
@@ -432,7 +432,7 @@ def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSet
     builder.build_ready()
     assert of_rollout(store, spans.trace("chat two")) == []
     post(store, spans.otlp())
-    wait_until(lambda: builder.build_ready().transitions > 0, 20, "the session's build", poll_seconds=0.02)
+    wait_until(lambda: builder.build_ready().transitions > 0, 60, "the session's build", poll_seconds=0.02)
     assert of_rollout(store, "chat-session") == [("", "production", 0, first_call, "0", []), ("", "production", 0, second_call, "1", [1.0])]
 
 
@@ -612,14 +612,14 @@ def test_build_follow_survives_store_outage_and_stops_at_once(tmp_path: Path) ->
     with running_store(store, tmp_path / "store.log"):
         follower = ForkedChild("follower", ["-m", "spangrad", "build", "--follow", *chosen], log)
         post(store, spans.otlp())
-        wait_until(lambda: len(outcome(store, "follow")[0]) == 1, 30, "the first build", [follower])
+        wait_until(lambda: len(outcome(store, "follow")[0]) == 1, 120, "the first build", [follower])
     try:
-        wait_until(lambda: "Trying again" in log.read_text(), 30, "the complaint")
+        wait_until(lambda: "Trying again" in log.read_text(), 60, "the complaint")
         with running_store(store, tmp_path / "store.log"):
             post(store, after.otlp())
-            wait_until(lambda: len(outcome(store, "follow")[0]) == 2, 30, "the second build")
+            wait_until(lambda: len(outcome(store, "follow")[0]) == 2, 120, "the second build")
             follower.process.send_signal(signal.SIGTERM)
-            assert follower.process.wait(20) == 0
+            assert follower.process.wait(60) == 0
             assert [row[0] for row in outcome(store, "follow")[0]] == ["one", "two"]
     finally:
         follower.stop(0)

@@ -46,8 +46,8 @@ async def watching(settings: Settings) -> AsyncIterator[tuple[WatchApp, Pilot[No
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    """Wait for a condition, ten seconds at most."""
-    for _ in range(200):
+    """Wait for a condition, a minute at most."""
+    for _ in range(1200):
         if condition():
             return
         await pilot.pause(0.05)

@@ -139,7 +139,7 @@ def run_with_declared_dependencies(wheel: Path, directory: Path, program: str = 
         input=json.dumps(given),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
