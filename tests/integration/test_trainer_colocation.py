@@ -25,6 +25,7 @@ from tests.support.fake_engine import FakeEngine, uint32s
 from tests.support.gateways import GatedEngine, Stage, ask, backends, several, started
 from tests.support.policies import trainer_settings
 from tests.support.processes import crashes, fetch, survives
+from tests.support.runners import is_true, until
 from tests.support.trainers import FakeMirror, FakeOptimizer, FakeSource, begun, committed, normalise, settings, write_base
 from trainer import colocation
 from trainer.credit.learning import check
@@ -39,7 +40,7 @@ TURNS = {"of_trainer", "hand_back", "_wake"}
 DEATHS = 24
 BATCHES = 16
 """More than the deaths that come after a commit."""
-SLEEP_SECONDS = 2.0
+SLEEP_SECONDS = 4.0
 
 
 class DeviceOptimizer(FakeOptimizer):
@@ -89,6 +90,7 @@ class Calls:
 
     async def __aenter__(self) -> Calls:
         self._caller = asyncio.create_task(self._call())
+        await until(lambda: is_true(self.statuses))  # a call of the first version is over before anything changes
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -161,7 +163,7 @@ async def test_colocated_trainer_waits_for_late_publication(tmp_path: Path, monk
             return optimizer
 
         training = asyncio.create_task(asyncio.to_thread(train))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while {engine["status"] for engine in await backends(stage)} != {"down"}:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         for engine in engines:
