@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from gateway.followers import controller
+from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.messages import BackendView, ControllerUpdate, FollowerReport, PolicyView, PoolView
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus

@@ -7,6 +7,7 @@ import gc
 import socket
 import subprocess
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from random import Random
