@@ -159,8 +159,8 @@ LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its le
         (
             replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
             {},
-            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/guides/training.md says "
-            f"what that depends on; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
+            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/reference/drops.md "
+            f"names the remedy; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
         (replace(BUILD, group_size=0), {}, "the size of its group is unknown, so that the group is never complete."),
