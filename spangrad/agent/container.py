@@ -111,7 +111,8 @@ class AgentContainer(AgentCommand):
             raise ExitCode(error.code, _MEANINGS.get(error.code, "")) from None
         finally:
             if not ended:  # a container that ended by itself is removed by the engine (--rm)
-                await asyncio.shield(asyncio.to_thread(remove, self._container.engine, [name]))
+                with system_errors(self._container.engine):
+                    await asyncio.shield(asyncio.to_thread(remove, self._container.engine, [name]))
             _running.pop(name, None)
 
     def _labels(self, variables: Mapping[str, str]) -> dict[str, str]:

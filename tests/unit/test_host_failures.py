@@ -14,7 +14,7 @@ import pytest
 
 from spangrad.agent.attempt_answer import Stages
 from spangrad.agent.command import AgentCommand, ProgramFailure
-from spangrad.agent.container import AgentContainer, Container
+from spangrad.agent.container import AgentContainer, Container, remove
 from spangrad.agent.flushing import Flusher
 from spangrad.agent.host import Host
 from spangrad.episode.environment import StepResult
@@ -239,4 +239,17 @@ async def test_host_program_without_thread_is_no_failure_of_policy(
     monkeypatch.setattr(asyncio, call, refuse_thread)
     with pytest.raises(ProgramFailure, match="the program 'true' could not be run: can't start new thread") as raised:
         await program({}, None)
+    assert raised.value.failure == "crash"
+
+
+async def test_host_container_without_thread_for_its_removal_is_no_failure_of_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    to_thread = asyncio.to_thread
+
+    def refuse_removal(function: Callable[..., Any], *arguments: object) -> Any:
+        return refuse_thread() if function is remove else to_thread(function, *arguments)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse_thread)
+    monkeypatch.setattr(asyncio, "to_thread", refuse_removal)
+    with pytest.raises(ProgramFailure) as raised:
+        await AgentContainer(CONTAINER, Path(), "")({}, None)
     assert raised.value.failure == "crash"
