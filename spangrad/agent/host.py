@@ -237,9 +237,11 @@ class Host:
         with plain_exceptions():
             if _is_async(function):
                 return await function(*args, **kwargs)
+            calls = [thread_call(function, *args, **kwargs)]
             try:
-                thread = self._pool.submit(thread_call(function, *args, **kwargs))
+                thread = self._pool.submit(lambda: calls.pop()())
             except RuntimeError as error:
+                calls.clear()  # the pool keeps what it had no thread for, and runs it once a thread of another attempt is free
                 raise ProgramFailure(AttemptFailure.CRASH, f"the attempt got no thread: {error}") from error
             self._threads.add(thread)
             thread.add_done_callback(self._threads.discard)

@@ -222,10 +222,48 @@ def refuse_thread(*_: object, **__: object) -> Any:
     raise RuntimeError("can't start new thread")
 
 
+def ignore(*_: object) -> None:
+    pass
+
+
 async def test_host_attempt_without_thread_is_no_failure_of_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.agent.host.ThreadPoolExecutor.submit", refuse_thread)
     answer = await answer_of(Stages(works))
     assert (answer["failure"], answer["detail"]) == ("crash", "the attempt got no thread: can't start new thread")
+
+
+async def test_host_attempt_without_thread_is_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has queued its call: the thread of another attempt would run it once that has ended."""
+    ran, goes_on, jobs, answers = list[str](), threading.Event(), asyncio.StreamReader(), dict[str, Mapping[str, Any]]()
+    start = threading.Thread.start
+
+    def start_unless_of_attempt(thread: threading.Thread) -> None:
+        return refuse_thread() if "attempt" in thread.name else start(thread)
+
+    def agent(given: str) -> float:
+        ran.append(given)
+        goes_on.wait(60)
+        return 1.0
+
+    def send(name: str) -> None:
+        jobs.feed_data(json.dumps({"id": name, "input": name}).encode() + b"\n")
+
+    serving = asyncio.create_task(Host(Stages(agent)).serve(jobs, lambda message: answers.update({str(message["id"]): message})))
+    try:
+        send("first")
+        await until(lambda: is_true(ran == ["first"]))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start_unless_of_attempt)
+            send("refused")
+            await until(lambda: is_true("failure" in answers.get("refused", {})))
+        goes_on.set()
+        send("last")
+        await until(lambda: is_true("reward" in answers.get("last", {})))
+    finally:
+        goes_on.set()
+        jobs.feed_eof()
+        await serving
+    assert (ran, answers["refused"]["failure"]) == (["first", "last"], "crash")
 
 
 @pytest.mark.parametrize("call", ["to_thread", "create_subprocess_exec"])
@@ -235,7 +273,7 @@ async def test_host_attempt_without_thread_is_no_failure_of_policy(monkeypatch: 
 async def test_host_program_without_thread_is_no_failure_of_policy(
     monkeypatch: pytest.MonkeyPatch, call: str, program: AgentCommand | AgentContainer
 ) -> None:
-    monkeypatch.setattr("spangrad.agent.container.remove", lambda engine, names: None)
+    monkeypatch.setattr("spangrad.agent.container.remove", ignore)
     monkeypatch.setattr(asyncio, call, refuse_thread)
     with pytest.raises(ProgramFailure, match="the program 'true' could not be run: can't start new thread") as raised:
         await program({}, None)
