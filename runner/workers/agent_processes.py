@@ -182,7 +182,7 @@ class AgentHost:
         """Deliver answers to the end of their pipe; kill the process at one that cannot be read, so that its jobs are answered."""
         try:
             await self._read_lines()
-        except (*JSON_ERRORS, LookupError, TypeError) as error:
+        except (*JSON_ERRORS, AttributeError, LookupError, TypeError) as error:
             _logger.warning("an answer of the agent's process %d cannot be read, and it is killed: %s", self._process.pid, error)
             kill_group(self._process.pid)
 

@@ -80,6 +80,8 @@ for line in sys.stdin:
             say(id=name, **ended)
         if given["answers"] == "deep":
             print('{{"id": "a", "output": ' + "[" * 5000 + "]" * 5000 + "}}", flush=True)
+        if given["answers"] == "list":
+            print('["a"]', flush=True)
     elif "cancel" in message and given["answers"] == "late":
         say(id=name, **ended)
     elif "flush" in message:
@@ -314,11 +316,12 @@ async def test_host_pool_host_killed_without_its_log_is_answered_and_replaced(po
     pool.give(replacing, freed=False)
 
 
-async def test_host_pool_host_whose_answer_cannot_be_read_is_replaced(pool: HostPool) -> None:
+@pytest.mark.parametrize("answer", ["deep", "list"])
+async def test_host_pool_host_whose_answer_cannot_be_read_is_replaced(pool: HostPool, answer: str) -> None:
     await pool.start()
     host = await pool.take()
     answered = [host.expect(name) for name in ("a", "b")]
-    host.send({"id": "a", "input": {"answers": "deep"}})
+    host.send({"id": "a", "input": {"answers": answer}})
     answers = await asyncio.wait_for(asyncio.gather(*answered), 20)
     assert [answer["failure"] for answer in answers] == [AttemptFailure.CRASH] * 2, "the other one waits no longer, either"
     pool.give(host, freed=False)
