@@ -241,7 +241,7 @@ def _table() -> Panel:
         "Newest rollouts",
         sql,
         "The newest 200 attempts. return: sum of the raw rewards, and roles those of each role where rewards name some; none: not built for"
-        " the chosen dataset, not the attempt that counts, without a reward, or of several roles."
+        " the chosen dataset, not the attempt that counts, without reward and transition, or of several roles."
         " A rollout leads to the spans it is made of and the versions it trained.",
         units={
             "began": "dateTimeAsIso", "attempt": "none", "duration": "ns", "return": "short", "calls": "short", "dropped": "short",

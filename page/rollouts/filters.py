@@ -13,7 +13,7 @@ from typing import Any
 from page.cursors import Value, decode_cursor, encode_cursor
 
 HAS_RETURN = "ifNull(isFinite(Return), 0)"
-"""Condition: a rollout has one return. It has none without a reward, and where its rewards name several roles, or are no numbers."""
+"""Condition: a rollout has one return: none without reward and transition, or if rewards are of several roles or no numbers."""
 _FINITE = f"if({HAS_RETURN}, assumeNotNull(Return), -1e300)"
 SORTS = {
     "built": "toInt64(toUnixTimestamp64Micro(IngestedAt))",
