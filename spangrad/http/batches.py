@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from spangrad.errors import SpangradError
+
 _T = TypeVar("_T")
 _V = TypeVar("_V")
 
@@ -49,7 +51,7 @@ class Batches(Generic[_T, _V]):
         try:
             values = list(await self._send([item for item, _ in batch]))
             if len(values) != len(batch):
-                raise ValueError(f"{len(batch)} items got {len(values)} values. Is the service of the same release?")
+                raise SpangradError(f"{len(batch)} items got {len(values)} values. Is the service of the same release?")
         except Exception as error:
             for _, value in batch:
                 if not value.done():

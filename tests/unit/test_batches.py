@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from spangrad.errors import SpangradError
 from spangrad.http.batches import Batches
 
 
@@ -77,6 +78,6 @@ async def test_batches_request_with_fewer_values_fails_its_items_and_no_later() 
         return [] if 1 in items else [item * 10 for item in items]
 
     batches = Batches(send)
-    with pytest.raises(ValueError, match="1 items got 0 values"):
+    with pytest.raises(SpangradError, match="1 items got 0 values"):
         await asyncio.wait_for(batches.ask(1), 5)
     assert await batches.ask(2) == 20
