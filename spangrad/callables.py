@@ -164,7 +164,8 @@ def _imported(reference: str, read: Callable[[ModuleType], T]) -> T:
 def _passed_code(error: Exception) -> bool:
     """Return whether an import failed inside a module's code, of which a traceback names the place."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
-    return any(not file.startswith("<frozen importlib") for file in files - {__file__, importlib.__file__})
+    begun = any(not file.startswith("<frozen importlib") for file in files - {__file__, importlib.__file__})
+    return begun or isinstance(error, SyntaxError)  # the line that cannot be read is no frame
 
 
 def _module(module_name: str) -> ModuleType:

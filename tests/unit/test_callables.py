@@ -95,6 +95,7 @@ def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None
         ("no_module:agent", "'no_module:agent' cannot be loaded from ", ""),
         ("{0}/plain.py:nothing", "'{0}/plain.py:nothing' cannot be loaded from {0}: AttributeError", ""),
         ("{0}/broken.py:agent", "'{0}/broken.py:agent' cannot be loaded from {0}: ZeroDivisionError", 'broken.py", line 1'),
+        ("{0}/unread.py:agent", "'{0}/unread.py:agent' cannot be loaded from {0}: SyntaxError", 'unread.py", line 1\n    return return'),
         ("{0}/plain.py", "'{0}/plain.py' has no function that is decorated with @spangrad.rollout. Decorate the ", ""),
         ("{0}/plain.py:", "'{0}/plain.py:' does not name a callable", ""),
         ("", "'' does not name a callable", ""),
@@ -104,6 +105,7 @@ def test_load_agent_with_invalid_reference_raises(
     tmp_path: Path, reference: str, message: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "unread.py").write_text("return return\n")
     (tmp_path / "plain.py").write_text("def agent(given): return given\n")
     with pytest.raises(AgentError) as raised:
         load_agent(reference.format(tmp_path))
