@@ -35,7 +35,7 @@ from gateway.recorder.exporter import SpanExporter
 from spangrad.errors import GatewayError
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
-from spangrad.http.server import HttpServer
+from spangrad.http.server import HttpServer, site_guards
 from spangrad.processes import require_free_port
 from spangrad.settings import Settings
 
@@ -146,7 +146,8 @@ def application(
     """Return the HTTP application with all routes of the gateway."""
     counts = Counts()
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
-    app = web.Application(middlewares=[access.check], client_max_size=settings.gateway.max_request_bytes)
+    guards = site_guards(settings.gateway.token or settings.gateway.clients, "gateway", error_response)
+    app = web.Application(middlewares=[*guards, access.check], client_max_size=settings.gateway.max_request_bytes)
     if follower:
         metrics.controller_up = lambda: follower.connected
         follower.on_closed = counts.close

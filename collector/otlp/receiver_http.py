@@ -22,6 +22,7 @@ from collector.otlp.received import received
 from collector.otlp.signals import LOGS, TRACES, Signal
 from collector.write.ingest import MAX_BODY, Charge, Ingest, QueueFullError
 from spangrad.http.client_timeouts import TooSlowError
+from spangrad.http.server import site_guards
 
 RETRY_SECONDS = 1
 """Delay after which a sender that was refused for now should retry."""
@@ -36,7 +37,7 @@ class HTTPReceiver:
 
     def application(self) -> web.Application:
         """Return the endpoints as an aiohttp application."""
-        application = web.Application()
+        application = web.Application(middlewares=site_guards(self._guardian.token, "store"))
         application.router.add_post("/v1/traces", self._endpoint(self._storing(TRACES)))
         application.router.add_post("/v1/logs", self._endpoint(self._storing(LOGS)))
         application.router.add_post("/v1/metrics", self._endpoint(self._drop))

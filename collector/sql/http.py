@@ -22,7 +22,7 @@ from collector.sql.readers import ReaderLimits
 from collector.sql.statements import QueryRequest, RunningStatement, StatementRunner
 from collector.write.ingest import Budget, Charge
 from collector.write.write_buffer import WriteBuffer
-from spangrad.http.server import refusal
+from spangrad.http.server import refusal, site_guards
 from spangrad.store.arrivals import PATH
 
 _HELD_WAITING = 4 * HELD
@@ -52,7 +52,7 @@ class ClickHouseInterface:
 
     def application(self) -> web.Application:
         """Return the interface as an aiohttp application. Its handlers must be cancelled when their clients disconnect."""
-        application = web.Application(client_max_size=MAX_BODY)
+        application = web.Application(middlewares=site_guards(self._guardian.token, "store"), client_max_size=MAX_BODY)
         application.router.add_get("/ping", _ok)
         application.router.add_get("/replicas_status", _ok)
         application.router.add_get(PATH, self._wait)

@@ -26,6 +26,7 @@ from gateway.vllm_plugin.sender import AnswerSender, FieldSender
 from gateway.vllm_plugin.state import STATE_VARIABLE, EngineState, Gate
 from gateway.vllm_plugin.tap import Labels, Tap, open_tap
 from spangrad.errors import JSON_ERRORS
+from spangrad.http.foreign_sites import foreign_problem
 from spangrad.sampling import is_constrained
 from spangrad.weights.checksums import tokenizer_hash
 from spangrad.weights.shards import ChecksumScope
@@ -156,10 +157,15 @@ class SpangradMiddleware:
             handled.cancel()
 
     def _may_pass(self, scope: Message) -> bool:
-        """Return whether a request carries the token, or needs none: anyone may ask whether the engine lives."""
-        if not self._token or (scope["type"] == "http" and scope["path"] == "/health"):
+        """Return whether a request carries the token, or needs none: anyone may ask whether the engine lives.
+
+        Where none is needed, requests of foreign sites' pages are refused.
+        """
+        if not self._token:
+            return not foreign_problem(_header(scope, b"host"), _header(scope, b"origin"))
+        if scope["type"] == "http" and scope["path"] == "/health":
             return True
-        sent = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        sent = (_header(scope, b"authorization") or "").encode("latin-1")
         return hmac.compare_digest(sent, b"Bearer " + self._token)
 
     def info(self, scope: Message) -> dict[str, Any]:
@@ -342,12 +348,17 @@ async def _until_dead(engine_client: Any) -> None:
         await asyncio.sleep(DEATH_SECONDS)
 
 
+def _header(scope: Message, name: bytes) -> str | None:
+    """Return a header of a request. None: it has none."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), None)
+
+
 async def _refuse(scope: Message, send: Send) -> None:
-    """Refuse a request without the token."""
+    """Refuse a request without the token, or of a foreign site."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
-        await _respond(send, 401, {"error": "the engine requires the token of engine.token: go through the gateway"})
+        await _respond(send, 401, {"error": "the engine requires the token of engine.token: go through the gateway, or ask 127.0.0.1"})
 
 
 async def _read(receive: Receive) -> bytes:

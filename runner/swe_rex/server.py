@@ -41,7 +41,7 @@ from spangrad.agent.propagation import context_from
 from spangrad.errors import SandboxError
 from spangrad.http import server as http_server
 from spangrad.http.client_timeouts import BODY_SECONDS, TooSlowError
-from spangrad.http.server import BODY_BYTES, Address, Handler, HttpServer, body, json_response
+from spangrad.http.server import BODY_BYTES, Address, Handler, HttpServer, body, json_response, site_guards
 from spangrad.http.service import bearer
 from spangrad.http.tokens import is_token
 from spangrad.settings import Settings
@@ -107,7 +107,8 @@ def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, paren
         key: API key that each request needs. None: none is needed.
         parent: context of actions whose requests name none.
     """
-    application = web.Application(middlewares=[_guard(key), _Answers().answer], client_max_size=BODY_BYTES)
+    middlewares = [*site_guards(key, "tools", _refusal), _guard(key), _Answers().answer]
+    application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES)
     application.add_routes(_routes(runtime, parent))
     return HttpServer(application, host, port)
 

@@ -1,7 +1,8 @@
 """HTTP servers: of the gateway, the store, the queue, environments and rewards.
 
 In: an aiohttp application, an address. Out: a server that runs until it is stopped. Invariant: a client that sends no whole request holds
-no connection; beyond loopback each request to a JSON service needs the token, which is checked before the body is read.
+no connection; beyond loopback each request to a JSON service needs the token, which is checked before the body is read; where none is
+needed, pages of foreign sites reach nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import SecretStr
 
 from spangrad.http.client_timeouts import SilentConnections, TooSlowError, read_in_time
+from spangrad.http.foreign_sites import foreign_problem
 from spangrad.http.service import in_url
 from spangrad.http.tokens import credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
@@ -200,7 +202,8 @@ def json_server(
         smaller: remedy for a body that is too large.
         busy: exception of handlers that the client may retry in a moment.
     """
-    application = web.Application(middlewares=[_guard(address, smaller, busy)], client_max_size=BODY_BYTES)
+    middlewares = [*site_guards(address.token, address.service), _guard(address, smaller, busy)]
+    application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES)
     application.add_routes([*routes, web.get("/healthz", _healthy)])
     return HttpServer(application, address.host, address.port, cancels=cancels)
 
@@ -218,6 +221,24 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 def refusal(status: int, sentence: str) -> web.Response:
     """Build an error response with a sentence that says what is wrong."""
     return json_response({"error": sentence}, status)
+
+
+def site_guards(token: object | None, section: str, refuse: Callable[[int, str], web.Response] = refusal) -> list[Any]:
+    """Return the middleware that refuses pages of foreign sites, in a list; empty where requests need a token, which such pages lack.
+
+    Args:
+        token: token that requests need. None or empty: they need none.
+        section: section of the settings that has it.
+        refuse: returns the answer of a status and a sentence.
+    """
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if problem := foreign_problem(request.headers.get("Host"), request.headers.get("Origin")):
+            return refuse(403, f"the request is refused, since {problem}. Set {section}.token and send it, or ask 127.0.0.1.")
+        return await handler(request)
+
+    return [] if token else [guarded]
 
 
 async def _healthy(request: web.Request) -> web.Response:

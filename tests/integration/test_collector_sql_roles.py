@@ -62,6 +62,12 @@ def test_sql_ping_needs_no_token(guarded: StoreSettings) -> None:
         assert (reply.status, reply.body) == (200, b"Ok.\n")
 
 
+@pytest.mark.parametrize("headers", [{"Host": "rebound.example"}, {"Origin": "http://evil.example"}, {"Origin": "null"}])
+def test_sql_without_token_refuses_foreign_sites(store: StoreSettings, headers: dict[str, str]) -> None:
+    assert ask(store, "SELECT 1", headers=headers).status == 403
+    assert ask(store, method="GET", headers=headers, query="SELECT 1").status == 403
+
+
 def test_sql_answers_contain_no_token(guarded: StoreSettings) -> None:
     for role, token in TOKENS.items():
         for sql in (

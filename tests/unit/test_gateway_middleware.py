@@ -243,6 +243,14 @@ async def test_middleware_with_lora_sends_calls_to_adapter(vllm: Vllm, plugin_en
     assert (await call(middleware, CHAT_PATH, {**ASKED, "model": ["policy"]}))[0] == 200, "vLLM's to refuse"
 
 
+@pytest.mark.parametrize("headers", [{"host": "rebound.example"}, {"host": "127.0.0.1:8000", "origin": "http://evil.example"}])
+async def test_middleware_without_token_refuses_foreign_sites(vllm: Vllm, middleware: SpangradMiddleware, headers: dict[str, str]) -> None:
+    for path in ("/pause", "/collective_rpc", "/spangrad/warm", CHAT_PATH):
+        assert (await call(middleware, path, ASKED, headers=headers))[0] == 401
+    assert (vllm.asked, middleware.state.warm) == ([], False)
+    assert (await call(middleware, CHAT_PATH, ASKED, headers={"host": "127.0.0.1:8000"}))[0] == 200
+
+
 async def test_middleware_with_token_refuses_requests_without_it(
     vllm: Vllm, plugin_environment: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
