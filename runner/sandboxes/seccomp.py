@@ -33,8 +33,14 @@ _INTER_PROCESS = (
 )  # fmt: skip
 """System V's shared memory, semaphores and messages, and POSIX message queues: neither is a file, so that no rule on files holds them."""
 _CLONE_NEWUSER = 0x10000000
+_INT = 0xFFFFFFFF
+"""Bits of an argument that the kernel takes for an int."""
 _SOCKET_TYPE = 0xF
 """Bits of a socket's type, without its flags."""
+
+
+_OTHER_PROCESSES = (("prlimit64", 0), ("setpriority", 0), ("setpriority", 1), ("ioprio_set", 1))
+"""System calls that change another process where this argument is not 0; a program's own limits and priority are its to change."""
 
 
 def write_filter(file: Path, *, shared_network: bool, shared_ipc: bool) -> None:
@@ -44,7 +50,8 @@ def write_filter(file: Path, *, shared_network: bool, shared_ipc: bool) -> None:
         file: overwritten.
         shared_network: True if the sandbox is in this machine's network and must be kept to TCP: no datagrams, no raw packets, and no
             sockets of other programs in the file system.
-        shared_ipc: True if the sandbox has this machine's shared memory, semaphores and message queues, and must be kept from them.
+        shared_ipc: True if the sandbox has this machine's processes, shared memory, semaphores, message queues and sockets in the file
+            system, and must be kept from them.
 
     Raises:
         SandboxError: the library libseccomp is missing.
@@ -58,8 +65,13 @@ def write_filter(file: Path, *, shared_network: bool, shared_ipc: bool) -> None:
     program = seccomp.SyscallFilter(seccomp.ALLOW)
     for name in _REFUSED:
         program.add_rule(refused, name)
-    for name in _INTER_PROCESS if shared_ipc else ():
-        program.add_rule(refused, name)
+    if shared_ipc:
+        for name in _INTER_PROCESS:
+            program.add_rule(refused, name)
+        for name, argument in _OTHER_PROCESSES:
+            program.add_rule(refused, name, seccomp.Arg(argument, seccomp.NE, 0))
+        if not shared_network:
+            program.add_rule(seccomp.ERRNO(errno.EACCES), "socket", seccomp.Arg(0, seccomp.MASKED_EQ, _INT, socket.AF_UNIX.value))
     program.add_rule(refused, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_NEWUSER, _CLONE_NEWUSER))
     # Its flags are behind a pointer. The C library goes back to clone.
     program.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")

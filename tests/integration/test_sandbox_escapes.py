@@ -34,6 +34,7 @@ BOTH = frozenset({BUBBLEWRAP, LANDLOCK})
 ATTACKS: dict[str, tuple[str, frozenset[SandboxRung]]] = {
     "read_file": ("read a file of this machine that everyone may read", BOTH),
     "write_file": ("write to a directory that everyone may write to", BOTH),
+    "change_mode": ("change the mode of a file outside that its user owns", frozenset({BUBBLEWRAP})),
     "change_directory": ("change its own working directory", BOTH),
     "symlink_read": ("read through a symbolic link in its own directory", BOTH),
     "symlink_write": ("write through a symbolic link to a directory outside", BOTH),
@@ -44,6 +45,8 @@ ATTACKS: dict[str, tuple[str, frozenset[SandboxRung]]] = {
     "abstract_socket": ("connect to an abstract socket", BOTH),
     "list_processes": ("list the command lines of other processes", BOTH),
     "signal_process": ("signal a process outside", BOTH),
+    "limit_process": ("change the limits of a process outside", BOTH),
+    "slow_process": ("lower the priority of a process outside", BOTH),
     "trace_process": ("trace a process outside", BOTH),
     "signal_worker": ("signal the process that started it", BOTH),
     "memory_of_process": ("read the memory of a process outside (/proc/PID/mem)", BOTH),
@@ -128,7 +131,13 @@ def outside() -> Generator[None]:
         shutil.copy(PROGRAM, directory)
         secret = open_directory / "secret"
         secret.write_text("secret")
-        process = subprocess.Popen(["sh", "-c", "sleep 600; :", words], start_new_session=True)
+        own = open_directory / "own"
+        own.touch(mode=0o600)
+        # Of the user who attacks, so that it is the sandbox that holds, and not the system's rules of other users.
+        user = os.geteuid() or NOBODY
+        group = os.getegid() or NOBODY
+        shutil.chown(own, user)
+        process = subprocess.Popen(["sh", "-c", "sleep 600; :", words], start_new_session=True, user=user, group=group)
         sockets = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_INET, socket.SOCK_DGRAM)]
         sockets += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
         tcp, udp, unix, abstract = sockets
@@ -141,7 +150,15 @@ def outside() -> Generator[None]:
         between = InterProcess(words)
         threading.Thread(target=_answer, args=(udp,), daemon=True).start()
         try:
-            FACTS.update(secret=str(secret), outside=str(open_directory), directory=str(directory), sdrow=words[::-1], pid=process.pid)
+            FACTS.update(
+                secret=str(secret),
+                own=str(own),
+                user=user,
+                outside=str(open_directory),
+                directory=str(directory),
+                sdrow=words[::-1],
+                pid=process.pid,
+            )
             FACTS.update(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], unix=unix.getsockname(), abstract=f"@{words[:20]}")
             FACTS.update(worker=os.getpid(), tmp=str(Path(beside.name).parent), name=Path(beside.name).name, **between.facts)
             FACTS.update(processes=LIMITS.processes, disk=LIMITS.disk_bytes, memory=LIMITS.memory_bytes)
@@ -221,6 +238,8 @@ def test_sandbox_under_attack_holds_all_that_the_table_claims(name: str, rung: s
     if (why_not := SHORTCOMINGS.get(rung)) is not None:
         pytest.skip(why_not)
     held = {AS_A_USER: SandboxRung.BUBBLEWRAP, LANDLOCK_AS_A_USER: SandboxRung.LANDLOCK}.get(rung, rung) in ATTACKS[name][1]
+    # Root's programs have a user of their own, who owns nothing outside.
+    held |= name == "change_mode" and rung is SandboxRung.LANDLOCK and not os.geteuid()
     result = attacked(rung)[name]
     if name == "outlive":
         assert (_running(SECONDS[rung]) == []) == held
@@ -231,6 +250,15 @@ def test_sandbox_under_attack_holds_all_that_the_table_claims(name: str, rung: s
 @pytest.mark.parametrize("name", sorted(set(ATTACKS) - DANGEROUS))
 def test_attack_without_a_sandbox_succeeds(name: str) -> None:
     assert attacked(UNCONFINED)[name] == "escaped"
+
+
+def test_landlock_with_host_network_keeps_from_sockets_in_files() -> None:
+    if (why_not := SHORTCOMINGS.get(LANDLOCK)) is not None:
+        pytest.skip(why_not)
+    policy = SandboxPolicy(Path(FACTS["directory"]), (), {}, True, LIMITS, engine=LANDLOCK)
+    program = [PYTHON, "-I", "-S", str(policy.directory / "escape.py"), "unix_socket,tcp", json.dumps(FACTS)]
+    result = subprocess.run([*choose(policy).prefix, *program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.splitlines() == ["unix_socket held: PermissionError [Errno 13] Permission denied", "tcp escaped"], result
 
 
 def test_table_of_the_page_is_that_of_the_tests(docs_table: DocsTable) -> None:

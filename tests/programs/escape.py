@@ -6,6 +6,7 @@ It imports the standard library alone, and is run by any Python.
 import ctypes
 import json
 import os
+import resource
 import socket
 import sys
 import time
@@ -81,6 +82,21 @@ def list_processes(facts: dict[str, Any]) -> None:
 
 def signal_process(facts: dict[str, Any]) -> None:
     os.kill(facts["pid"], 0)
+
+
+def limit_process(facts: dict[str, Any]) -> None:
+    if not os.geteuid():  # outside of a sandbox: root of a container may lack the right to
+        os.setresgid(*[facts["user"]] * 3)
+        os.setresuid(*[facts["user"]] * 3)
+    resource.prlimit(facts["pid"], resource.RLIMIT_CORE, (0, 0))
+
+
+def slow_process(facts: dict[str, Any]) -> None:
+    os.setpriority(os.PRIO_PROCESS, facts["pid"], 19)
+
+
+def change_mode(facts: dict[str, Any]) -> None:
+    Path(facts["own"]).chmod(0o644)
 
 
 def trace_process(facts: dict[str, Any]) -> None:
