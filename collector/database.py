@@ -233,13 +233,13 @@ class EmbeddedDatabase:
 
 
 def make_directory(path: Path) -> None:
-    """Create a store's directory, unless it exists.
+    """Create a store's directory, closed to other users of the machine, of whom no file asks for a token; unless it exists.
 
     Raises:
         StoreError: it cannot be made, or is a file.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise _unusable(path, error) from None
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from collector.auth import TokenRole
-from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer
+from collector.database import EmbeddedDatabase, EngineRefusedError, Handle, QueryAnswer, make_directory
 from collector.sql.external_data import ExternalTable
 from collector.sql.request import Statement
 from collector.sql.sessions import SessionPool
@@ -59,3 +60,8 @@ def test_database_closes_handle_of_refused_statement(ask: Callable[[EmbeddedData
     with pytest.raises(EngineRefusedError, match="Query was cancelled"):
         ask(database, "name")
     assert handle.closed
+
+
+def test_make_directory_is_closed_to_other_users(tmp_path: Path) -> None:
+    make_directory(tmp_path / "data" / "store")
+    assert (tmp_path / "data" / "store").stat().st_mode & 0o077 == 0
