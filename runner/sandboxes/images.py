@@ -186,8 +186,8 @@ def _remove_hidden(member: tarfile.TarInfo, root: Path) -> None:
     if name == _OPAQUE:
         for path in _inside(root, above).iterdir():
             _remove(path)
-    elif name.startswith(_WHITEOUT):
-        _remove(_inside(root, above) / name.removeprefix(_WHITEOUT))
+    elif name.startswith(_WHITEOUT) and (hidden := _parts(name.removeprefix(_WHITEOUT))):
+        _remove(_inside(root, above) / hidden[0])
 
 
 def _put(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:

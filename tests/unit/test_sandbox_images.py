@@ -57,6 +57,14 @@ def test_unpack_hostile_names_and_links_stay_inside(tmp_path: Path) -> None:
     assert {*texts(root)} == {"up", "rooted", "out", "dots", "above", f"{str(outside)[1:]}/second"}
 
 
+@pytest.mark.parametrize("name", [".wh...", "a/.wh...", ".wh..", "a/.wh..", ".wh.", "a/.wh."])
+def test_unpack_whiteouts_of_no_file_remove_nothing(tmp_path: Path, name: str) -> None:
+    (other := tmp_path / "cache" / "other").mkdir(parents=True)
+    write_image(tmp_path / "image", [layer({"a/kept": b"1"}), layer({name: b""})])
+    assert texts(unpack(tmp_path / "image", tmp_path / "cache").root) == {"a/kept": "1"}
+    assert other.is_dir()
+
+
 def test_unpack_circle_of_links_is_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "image", [layer({"a": "b", "b": "a", "a/c": b"1"})])
     with pytest.raises(SandboxError, match="lead in a circle"):
