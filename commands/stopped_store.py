@@ -1,17 +1,21 @@
 """Queries to a store that may have stopped.
 
 In: the address of the store. Out: settings of a store that answers, for the time of one query. Invariant: a running store is queried
-directly; only when nothing listens on this machine is the data of a stopped store opened, and closed again afterwards.
+directly; only when nothing listens on this machine is the data of a stopped store opened, for this command alone, and closed again
+afterwards.
 """
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
+
+from pydantic import SecretStr
 
 from spangrad.errors import StoreError
 from spangrad.http.json_http import status_of
@@ -52,25 +56,27 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
 
 @contextmanager
 def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
-    """Run a private store on the data at `path` while the block runs: on free ports of the loopback interface, without a token.
+    """Run a private store on the data at `path` while the block runs: on free ports of the loopback interface, with a token of its own.
 
     Args:
         path: directory of the data; created if it does not exist.
-        store: settings of the store; the yielded copy has the private store's addresses and no token.
+        store: settings of the store; the yielded copy has the private store's addresses and token.
     """
     from spangrad.processes import Child, free_ports, own_command, wait_until
 
     grpc, http, sql_port = free_ports(3)
     ports = ["--otlp-grpc-port", grpc, "--otlp-http-port", http, "--clickhouse-port", sql_port]
+    token = secrets.token_urlsafe(24)  # other users of this machine reach its ports as well
     with TemporaryDirectory() as scratch:
         config = Path(scratch) / "spangrad.toml"
-        config.touch()  # settings such as the token apply to a store that is reached over the network
+        config.write_text(f'[store]\ntoken = "{token}"\n')  # others cannot read a temporary directory
         command = own_command("store", "--config", str(config), "--path", str(path), *map(str, ports))
         child = Child("spangrad store", command, Path(scratch) / "store.log", inherit_settings=False)
         try:
             url = f"http://127.0.0.1:{sql_port}"
             wait_until(lambda: _listens(url), 60, f"the store on {path}", [child])
-            yield store.model_copy(update={"url": url, "otlp_endpoint": f"http://127.0.0.1:{http}", "token": None})
+            addresses = {"url": url, "otlp_endpoint": f"http://127.0.0.1:{http}"}
+            yield store.model_copy(update={**addresses, "token": SecretStr(token), "read_token": None})
         finally:
             child.stop()
 

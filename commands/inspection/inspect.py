@@ -102,7 +102,7 @@ def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
 
     read = {file: _read(file) for file in files}
     with TemporaryDirectory() as directory, own_store(Path(directory) / "store", settings.store) as store:
-        target = RemoteService("the temporary store", store.otlp_endpoint, None, StoreError, "Run the command again.")
+        target = RemoteService("the temporary store", store.otlp_endpoint, store.token, StoreError, "Run the command again.")
         for spans in read.values():
             for request in spans.requests:
                 ask(target, "POST", "/v1/traces", request, seconds=_POST_SECONDS)

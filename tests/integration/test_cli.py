@@ -6,15 +6,21 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from commands.demo.settings import demo_settings, write_settings
 from commands.options import flag_values
+from commands.stopped_store import own_store
 from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError
+from spangrad.http.json_http import status_of
+from spangrad.settings import StoreSettings
 from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.store.clickhouse import connect
 from tests.support.processes import run_spangrad
 
 TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
@@ -223,13 +229,21 @@ def test_demo_settings_written_to_file_load_unchanged(tmp_path: Path) -> None:
     assert load_settings(file=tmp_path / "spangrad.toml", env={}) == load_settings(values, file=other, env={})
 
 
-def test_sql_command_on_stopped_store_opens_data_without_token(tmp_path: Path) -> None:
+def test_sql_command_on_stopped_store_opens_its_data(tmp_path: Path) -> None:
     (tmp_path / "spangrad.toml").write_text('[store]\ntoken = "sesame"\nurl = "http://127.0.0.1:9"\n')
     (tmp_path / "data" / "store").mkdir(parents=True)
     answer = spangrad("sql", "SELECT count() AS spans FROM spangrad.rollout_spans", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["spans", "0"]
     assert "opening data/store until this command ends" in answer.stderr
+
+
+def test_own_store_asks_other_users_for_its_token(tmp_path: Path) -> None:
+    with own_store(tmp_path / "store", StoreSettings(read_token=SecretStr("sesame"))) as store:
+        with closing(connect(store)) as client:
+            assert client.command("SELECT 1") == 1
+        assert status_of(f"{store.url}/?query=SELECT+1") == 401
+        assert status_of(f"{store.url}/?query=SELECT+1&password=sesame") == 401
 
 
 def test_sql_command_while_store_answers_elsewhere_leaves_data_alone(tmp_path: Path) -> None:
