@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from spangrad.errors import SpangradError
-from spangrad.leases import is_dead, shown, this_process
+from spangrad.errors import JSON_ERRORS, SpangradError
+from spangrad.leases import is_dead, is_here, shown, this_process
 from spangrad.processes import lock_alone
 
 LOCK = ".spangrad-run"
@@ -80,7 +80,8 @@ class RunDirectory:
         Raises:
             SpangradError: one has not ended in time.
         """
-        running = [service for service in _status(self.path)["services"] if service.get("holder")]
+        # Of another boot, container or machine, none has a port or a process of this one.
+        running = [service for service in _status(self.path)["services"] if is_here(service.get("holder", ""))]
         (self.path / STATUS).unlink(missing_ok=True)
         seconds = PREDECESSOR_SECONDS + max((service["grace_seconds"] for service in running), default=0.0)
         end = time.monotonic() + seconds
@@ -156,5 +157,5 @@ def status_of(path: Path) -> dict[str, Any] | None:
 def _status(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / STATUS).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, *JSON_ERRORS):  # a power failure may leave the file empty
         return {"services": []}

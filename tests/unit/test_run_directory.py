@@ -17,7 +17,7 @@ from commands.services.down import down
 from commands.services.status_screen import StatusScreen
 from spangrad.errors import SpangradError
 from spangrad.leases import this_process
-from spangrad.supervisor.run_directory import LOCK, RunDirectory, owner_of
+from spangrad.supervisor.run_directory import LOCK, STATUS, RunDirectory, owner_of, status_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +91,24 @@ def test_status_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: py
     assert [record.message for record in caplog.records] == [
         f"the status in {tmp_path}/status.json cannot be written (No space left on device), and stays as it was"
     ] * 2
+
+
+@pytest.mark.parametrize("place", ["host", "boot"])
+def test_run_directory_services_of_another_boot_or_host_are_not_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr("spangrad.supervisor.run_directory.PREDECESSOR_SECONDS", 0.2)
+    host, pid, started, table = this_process().split(" ")
+    holder = f"gpu-7 {pid} {started} {table}" if place == "host" else f"{host} {pid} {started} 7e1b/{table.partition('/')[2]}"
+    (tmp_path / STATUS).write_text(json.dumps({"services": [{"name": "store", "holder": holder, "grace_seconds": 0}]}))
+    with RunDirectory(tmp_path):
+        assert status_of(tmp_path) == {"services": []}
+
+
+def test_run_directory_whose_status_a_power_failure_emptied_is_entered(tmp_path: Path) -> None:
+    (tmp_path / STATUS).touch()
+    with RunDirectory(tmp_path):
+        assert status_of(tmp_path) == {"services": []}
 
 
 class FullDisk(io.StringIO):
