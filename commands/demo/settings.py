@@ -102,17 +102,20 @@ def write_settings(path: Path, origins: Iterable[Origin]) -> None:
             section, name = origin.key.split(".", 1)
             sections.setdefault(section, []).append(f"{name} = {_toml('null' if origin.value is None else origin.value)}")
     path.touch(mode=0o600)  # it may hold tokens
-    path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()))
+    path.write_text("\n".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items()), "utf-8")
 
 
 def _toml(value: object) -> str:
-    """Return a value in TOML syntax: strings, numbers, booleans and paths as JSON, tables inline without the fields that are None."""
+    """Return a value in TOML syntax: strings, numbers, booleans and paths as JSON, tables inline without the fields that are None.
+
+    Characters are not escaped: TOML refuses JSON's escapes of those beyond 16 bits.
+    """
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
-        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(item)}" for name, item in table.items() if item is not None) + "}"
+        return "{" + ", ".join(f"{_toml(name)} = {_toml(item)}" for name, item in table.items() if item is not None) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, cast("Iterable[object]", value))) + "]"
-    return json.dumps(value, default=_plain)
+    return json.dumps(value, default=_plain, ensure_ascii=False)
 
 
 def _plain(value: object) -> str:

@@ -33,6 +33,6 @@ def init(*, model: Path, config: ConfigFile = None) -> None:
     load_settings({proposal.key: proposal.value for proposal in proposals}, env={})
     where = f"{len(machine.gpus)} GPU(s)" if machine.gpus else "no GPU"
     title = f"Written by `spangrad init` for a machine with {machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB free, {where}."
-    with file.open("x") as out:
+    with file.open("x", encoding="utf-8") as out:
         out.write(settings_text(proposals, title))
     print(f"{file} is written. Start everything with `spangrad up{f' --config {config}' if config else ''}`.")

@@ -157,7 +157,8 @@ def settings_text(proposals: list[Proposal], title: str) -> str:
     for proposal in proposals:
         section, _, name = proposal.key.rpartition(".")
         reason = f"  # {proposal.reason}" if proposal.reason else ""
-        sections.setdefault(section, []).append(f"{name} = {json.dumps(proposal.value)}{reason}")
+        # TOML refuses JSON's escapes of characters beyond 16 bits.
+        sections.setdefault(section, []).append(f"{name} = {json.dumps(proposal.value, ensure_ascii=False)}{reason}")
     head = [f"# {title}", "# `spangrad config` prints every setting with its source; docs/reference/settings.md explains them."]
     return "\n".join([*head, *(f"\n[{section}]\n" + "\n".join(lines) for section, lines in sections.items())]) + "\n"
 

@@ -222,7 +222,7 @@ def test_flag_values_parse_json_or_text() -> None:
 
 def test_demo_settings_written_to_file_load_unchanged(tmp_path: Path) -> None:
     tables = {"gateway.clients": [{"name": "evals", "token": "sesame", "policies": ["p"]}], "gateway.models": {"gpt-4o": "policy"}}
-    values = {**demo_settings(tmp_path, seed=3, group_size=8), "store.token": "sesame", "queue.keep_days": None, **tables}
+    values = {**demo_settings(tmp_path / "élan 🦙", seed=3, group_size=8), "store.token": "sesame", "queue.keep_days": None, **tables}
     other = tmp_path / "other.toml"
     other.write_text("[builder]\nquiet_seconds = 9\n")
     write_settings(tmp_path / "spangrad.toml", explain_settings(values, file=other, env={}))

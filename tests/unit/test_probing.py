@@ -107,10 +107,11 @@ def test_init_chooses_another_port_for_each_that_is_in_use(tmp_path: Path, monke
         assert getattr(getattr(chosen, section), name) != getattr(getattr(default, section), name)
 
 
-def test_settings_text_holds_proposals_and_reasons(tmp_path: Path) -> None:
-    proposals = propose(MODEL, MACHINE, Ports(gateway=9000))
+@pytest.mark.parametrize("directory", ["/m", "/modèles/my 🦙"])
+def test_settings_text_holds_proposals_and_reasons(tmp_path: Path, directory: str) -> None:
+    proposals = propose(replace(MODEL, directory=Path(directory)), MACHINE, Ports(gateway=9000))
     file = tmp_path / "spangrad.toml"
-    file.write_text(settings_text(proposals, "For a test."))
+    file.write_text(settings_text(proposals, "For a test."), "utf-8")
     assert load_settings(file=file, env={}) == load_settings({each.key: each.value for each in proposals}, env={})
     assert 'url = "http://127.0.0.1:9000"' in file.read_text()
     assert "max_model_len = 256  # tokens of prompt and answer; the model takes 256 tokens" in file.read_text()
