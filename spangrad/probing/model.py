@@ -17,6 +17,9 @@ from spangrad.weights.safetensors_header import weight_files
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Type of weights -> bytes of a value."""
 
+_LFS_POINTER = b"version https://git-lfs"
+"""First bytes of the text that `git clone` writes in the place of a large file where Git LFS is not installed."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -50,6 +53,8 @@ def read_model(directory: Path) -> ModelFacts:
     weights = weight_files(directory)
     if not weights:
         raise SettingsError(f"{directory} holds no weights (*.safetensors). {remedy}")
+    if pointer := next((file for file in weights if _is_lfs_pointer(file)), None):
+        raise SettingsError(f"{pointer} is a pointer of Git LFS, not the weights. Call `git lfs pull` in {directory}.")
     if not (directory / "tokenizer.json").is_file():
         raise SettingsError(f"{directory} holds no tokenizer.json. Save the tokenizer there with `save_pretrained`.")
     return facts_of(directory, config, sum(file.stat().st_size for file in weights), has_chat_template=_has_chat_template(directory))
@@ -94,6 +99,11 @@ def _kv_values(config: Mapping[str, Any]) -> int | None:
         return None
     head = config.get("head_dim") or hidden // heads
     return 2 * layers * int(config.get("num_key_value_heads") or heads) * int(head)
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def _has_chat_template(directory: Path) -> bool:

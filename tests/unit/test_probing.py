@@ -129,6 +129,8 @@ def test_read_model_invalid_directory_raises(tmp_path: Path) -> None:
     lacks("cannot be read as JSON")
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     lacks("holds no weights")
+    (tmp_path / "model" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 8\n")
+    lacks("model.safetensors is a pointer of Git LFS")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"12345678")
     lacks("holds no tokenizer.json")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
