@@ -96,10 +96,14 @@ class LocalProcess:
 
     def log_end(self) -> str:
         """Return the end of the log that it has written since its start."""
-        with self._child.log.open("rb") as log:
-            size = log.seek(0, 2)
-            log.seek(max(self._log_start, size - _LOG_BYTES))
-            return log.read().decode(errors="replace")
+        try:
+            with self._child.log.open("rb") as log:
+                size = log.seek(0, 2)
+                start = self._log_start if self._log_start <= size else 0  # it was truncated
+                log.seek(max(start, size - _LOG_BYTES))
+                return log.read().decode(errors="replace")
+        except OSError as error:  # it was moved or deleted
+            return f"its log cannot be read ({error.strerror})"
 
     def ask_to_end(self) -> None:
         """Ask it to end, without waiting; idempotent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,26 @@ def test_supervisor_service_that_never_starts_raises_with_cause_of_its_log(tmp_p
     ):
         supervisor.start(120)
     assert events.count("starting engine") == QUICK.tries
+
+
+@pytest.mark.parametrize(("truncated", "cause"), [(True, "the cause"), (False, "its log cannot be read (No such file or directory)")])
+def test_supervisor_service_whose_log_is_truncated_or_deleted_is_restarted(tmp_path: Path, *, truncated: bool, cause: str) -> None:
+    log, go = tmp_path / "logs" / "build.log", tmp_path / "go"
+    log.parent.mkdir()
+    log.write_text("an earlier run\n" * 100)
+    script = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\nprint('the cause'); raise SystemExit(1)"
+    )
+    build = ServiceSpec("build", (sys.executable, "-c", script), log)
+    with Supervisor([build], lambda text: None, policy=replace(QUICK, first_seconds=60, longest_seconds=60)) as supervisor:
+        supervisor.start(30)
+        if truncated:
+            os.truncate(log, 0)
+        else:
+            shutil.rmtree(log.parent)
+        go.touch()
+        poll_until(supervisor, lambda: states(supervisor)["build"] == "restarting")
+        assert supervisor.status()[0]["cause"] == cause
 
 
 def foreign_server(url: str) -> ThreadingHTTPServer:
