@@ -101,7 +101,9 @@ def own_command(*arguments: str) -> list[str]:
 
 
 def end_by_interrupt() -> None:
-    """Have SIGTERM do what Ctrl-C does, also in a process that a script has begun in the background, where Ctrl-C is ignored.
+    """Have SIGTERM and the end of the terminal do what Ctrl-C does, also where a script has begun this process in the background.
+
+    There Ctrl-C is ignored. With `nohup`, the end of the terminal stays without effect.
 
     asyncio cancels its main task then; an exception in the midst of its loop could leave tasks that never end.
     """
@@ -111,6 +113,8 @@ def end_by_interrupt() -> None:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 def stop_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:

@@ -41,11 +41,11 @@ class StatusScreen:
             self._live.stop()
 
     def event(self, text: str) -> None:
-        """Print a line, above the table; on a disk that is full, it is lost, and services go on."""
+        """Print a line, above the table; on a disk that is full or a terminal that is closed, it is lost, and services go on."""
         try:
             self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
         except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
                 raise
 
     def show(self, status: Sequence[Mapping[str, Any]], progress: TrainingProgress | None) -> None:

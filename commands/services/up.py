@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from spangrad.settings import Settings
+    from spangrad.supervisor.status_text import TrainingProgress
 
 DETACHED_LOG = "up.log"
 _POLL_SECONDS = 0.2
@@ -90,23 +91,28 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
         progress = ProgressReader(placed.settings)
         was_ready = False
         with Supervisor(placed.services, screen.event, policy=RestartPolicy(), launch=placed.launch) as supervisor:
+
+            def publish(training: TrainingProgress | None = None) -> None:
+                status = supervisor.status()
+                run.publish({"services": status, "ready": was_ready, "addresses": placed.addresses})
+                screen.show(status, training)
+
             try:
                 while True:
                     supervisor.poll()
                     was_ready = was_ready or supervisor.are_ready
-                    status = supervisor.status()
-                    run.publish({"services": status, "ready": was_ready, "addresses": placed.addresses})
-                    screen.show(status, progress.read() if was_ready else None)
+                    publish(progress.read() if was_ready else None)
                     # Later, a failed service leaves the others to those who use them.
                     if not was_ready and supervisor.failed:
                         raise SpangradError(supervisor.failure(supervisor.failed[0]))
                     time.sleep(_POLL_SECONDS)
             except KeyboardInterrupt:
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_IGN)
                 screen.event("stopping")
-                supervisor.stop_all()
-                screen.event("stopped")
+            finally:  # also after an error: a second signal would leave services to end by themselves, all at once
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
+                supervisor.stop_all(publish)
+            screen.event("stopped")
 
 
 def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:

@@ -27,6 +27,8 @@ class ServiceState(StrEnum):
     """It ended and is not started again."""
     DONE = "done"
     """It ended by itself with exit code 0, and is one that may: there was nothing left to do."""
+    STOPPING = "stopping"
+    """It is asked to end, and has its grace to do so."""
     STOPPED = "stopped"
 
 

@@ -164,16 +164,22 @@ class Supervisor:
         """Stop one service for good, and wait until it has ended."""
         self._stop([self._all[name]])
 
-    def stop_all(self) -> None:
-        """Stop every service, the last started first, and replicas of a kind at the same time."""
-        for group in stop_order(tuple(supervised.service for supervised in self._all.values())):
-            self._stop([self._all[service.name] for service in group])
+    def stop_all(self, on_change: Callable[[], None] = lambda: None) -> None:
+        """Stop every service, the last started first, and replicas of a kind at the same time.
 
-    def _stop(self, group: Sequence[_Supervised]) -> None:
+        Args:
+            on_change: called whenever services are asked to end.
+        """
+        for group in stop_order(tuple(supervised.service for supervised in self._all.values())):
+            self._stop([self._all[service.name] for service in group], on_change)
+
+    def _stop(self, group: Sequence[_Supervised], on_change: Callable[[], None] = lambda: None) -> None:
         began = time.monotonic()
         for supervised in group:
             if supervised.process:
                 supervised.process.ask_to_end()
+                self._enter(supervised, ServiceState.STOPPING)
+        on_change()
         for supervised in group:
             if supervised.process:
                 supervised.process.stop(max(began + supervised.service.grace_seconds - time.monotonic(), 0))

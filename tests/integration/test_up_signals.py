@@ -1,0 +1,110 @@
+"""`spangrad up` when it is asked to end: by each signal, again while it ends, and with services that take their time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from spangrad.processes import wait_until
+from spangrad.supervisor.run_directory import owner_of, status_of
+
+UP = """
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from commands.services import places, up
+from spangrad.settings.sources import load_settings
+from spangrad.supervisor.launcher import LocalProcess
+from spangrad.supervisor.service import ServiceSpec
+
+directory, failing = Path(sys.argv[1]), sys.argv[2] == "failing"
+DRAIN = '''
+import pathlib, signal, sys, time
+def drain(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends it at once
+    pathlib.Path(sys.argv[1], "asked").touch()
+    while not pathlib.Path(sys.argv[1], "go").exists():
+        time.sleep(0.01)
+    pathlib.Path(sys.argv[1], "drained").touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, drain)
+pathlib.Path(sys.argv[1], "prepared").touch()
+time.sleep(600)
+'''
+FAIL = '''
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1], "prepared").exists():
+    time.sleep(0.01)
+sys.exit(2)
+'''
+
+@contextmanager
+def on_this_machine(settings, options, agent):
+    services = [ServiceSpec("worker", (sys.executable, "-c", DRAIN, str(directory)), directory / "worker.log")]
+    if failing:
+        services.append(ServiceSpec("page", (sys.executable, "-c", FAIL, str(directory)), directory / "page.log", "http://127.0.0.1:9/"))
+    yield places.PlacedServices(settings, tuple(services), LocalProcess)
+
+places.on_this_machine = on_this_machine
+up._supervise(load_settings({"up.directory": str(directory)}, env={}), None, [], [], None)
+"""
+
+
+@contextmanager
+def up(directory: Path, *, failing: bool = False, before: Callable[[], object] | None = None) -> Generator[subprocess.Popen[str]]:
+    """Run `spangrad up` with a service that drains until there is a file `go`, and maybe one that fails once the first is prepared."""
+    words = [sys.executable, "-c", UP, str(directory), "failing" if failing else ""]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=before) as process:
+        try:
+            wait_until((directory / "prepared").exists, 60, "the service")
+            yield process
+        finally:
+            process.kill()
+
+
+def state_of_worker(directory: Path) -> str | None:
+    status = status_of(directory)
+    return status["services"][0]["state"] if status and status["services"] else None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_up_asked_to_end_shows_service_as_stopping_until_it_has_ended(tmp_path: Path, number: int) -> None:
+    with up(tmp_path) as process:
+        wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
+        process.send_signal(number)
+        wait_until((tmp_path / "asked").exists, 30, "the signal of the service")
+        wait_until(lambda: state_of_worker(tmp_path) == "stopping", 5, "the status")
+        (tmp_path / "go").touch()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+    assert (tmp_path / "drained").exists()
+    assert owner_of(tmp_path) is None
+
+
+def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    with up(tmp_path, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        assert process.poll() is None
+        assert state_of_worker(tmp_path) == "ready"
+
+
+def test_up_interrupted_while_it_ends_after_a_failure_waits_for_services(tmp_path: Path) -> None:
+    with up(tmp_path, failing=True) as process:
+        wait_until((tmp_path / "asked").exists, 30, "the signal of the service")
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(3)
+        (tmp_path / "go").touch()
+        output, _ = process.communicate(timeout=60)
+        assert "page failed" in output
+    assert (tmp_path / "drained").exists()
