@@ -19,19 +19,20 @@ def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     """
     from spangrad.leases import is_here, pid_of, shown
     from spangrad.processes import wait_until
-    from spangrad.supervisor.run_directory import owner_of, status_of
+    from spangrad.supervisor.run_directory import none_runs, owner_of, status_of
     from spangrad.supervisor.service import stop_seconds
 
     directory = resolve(config, set_).up.directory
     owner = owner_of(directory)
     if owner is None:
-        raise SpangradError(f"no `spangrad up` runs in {directory}. Call this where it was started, or name its file with --config.")
+        raise none_runs(directory)
     if not is_here(owner):
         raise SpangradError(f"`spangrad up` in {directory} is {shown(owner)}, on another machine or in another container. Call this there.")
     services = (status_of(directory) or {"services": []})["services"]
     seconds = stop_seconds((service["name"], service["grace_seconds"]) for service in services) + _SECONDS
     try:
         os.kill(pid_of(owner), signal.SIGTERM)
+        os.kill(pid_of(owner), signal.SIGCONT)  # after Ctrl-Z
     except PermissionError:
         raise SpangradError(f"`spangrad up` in {directory}, {shown(owner)}, belongs to another user. Call this as that user.") from None
     except ProcessLookupError:

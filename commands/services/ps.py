@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from commands.options import ConfigFile, Overrides, resolve
 
 
@@ -17,14 +15,13 @@ def ps(*, json: bool = False, config: ConfigFile = None, set_: Overrides = None)
 
     from commands.console import plain_console
     from commands.services.progress import ProgressReader
-    from spangrad.supervisor.run_directory import status_of
+    from spangrad.supervisor.run_directory import none_runs, status_of
     from spangrad.supervisor.status_text import status_table
 
     settings = resolve(config, set_)
     status = status_of(settings.up.directory)
     if status is None:
-        print(f"no `spangrad up` runs in {settings.up.directory}", file=sys.stderr)
-        sys.exit(1)
+        raise none_runs(settings.up.directory)
     if json:
         print(dumps(status))
         return

@@ -149,6 +149,14 @@ def owner_of(path: Path) -> str | None:
     return None
 
 
+def none_runs(path: Path) -> SpangradError:
+    """Return the error of a command that needs an owner of a run's directory, where there is none."""
+    return SpangradError(
+        f"no `spangrad up` runs in {path.absolute()}. Call this in the directory where it was started, or set up.directory to its"
+        " absolute path."
+    )
+
+
 def status_of(path: Path) -> dict[str, Any] | None:
     """Return the status that the owner of a run's directory published last. None: no process owns it."""
     return None if owner_of(path) is None else _status(path)

@@ -367,8 +367,10 @@ def test_up_twice_and_down_without_up_print_one_sentence(tmp_path: Path) -> None
         return subprocess.run(own_command(*words), cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
 
     (tmp_path / "spangrad.toml").write_text('[engine]\nmodel = "m"\n')
-    assert "no `spangrad up` runs in data/up" in spangrad("down").stderr
-    assert spangrad("ps").returncode == 1
+    for command in ("down", "ps"):
+        absent = spangrad(command)
+        assert absent.returncode == 1
+        assert f"no `spangrad up` runs in {tmp_path}/data/up. Call this in the directory where it was started" in absent.stderr
     with RunDirectory(tmp_path / "data" / "up") as run:
         for words in (("up",), ("up", "--detach")):
             second = spangrad(*words)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from commands.services.down import down
 from spangrad.processes import wait_until
 from spangrad.supervisor.run_directory import owner_of, status_of
 
@@ -69,6 +70,7 @@ def up(directory: Path, *, failing: bool = False, before: Callable[[], object] |
             yield process
         finally:
             process.kill()
+            (directory / "go").touch()
 
 
 def state_of_worker(directory: Path) -> str | None:
@@ -88,6 +90,16 @@ def test_up_asked_to_end_shows_service_as_stopping_until_it_has_ended(tmp_path: 
         assert process.returncode == 0, output
     assert (tmp_path / "drained").exists()
     assert owner_of(tmp_path) is None
+
+
+def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    with up(tmp_path) as process:
+        wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
+        process.send_signal(signal.SIGSTOP)
+        down(set_=[f"up.directory={tmp_path}"])
+        assert process.wait(10) == 0
+    assert (tmp_path / "drained").exists()
 
 
 def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
