@@ -6,6 +6,7 @@ In: exit codes and times. Out: states, delays and verdicts. Invariant: pure; no 
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -138,13 +139,19 @@ def stop_seconds(graces: Iterable[tuple[str, float]]) -> float:
     return sum(longest.values())
 
 
-def cause_of(log: str) -> str:
-    """Return the cause of a service's end from the text of its log.
+def cause_of(log: str, exit_code: int) -> str:
+    """Return the cause of a service's end from the text of its log, and from its exit code: below 0 the number of a signal.
 
-    It is the sentence of one of our own errors, else the last exception of a traceback, else the last line.
+    It is the sentence of one of our own errors, else the last exception of a traceback, else the last line. A log does not name a signal.
     """
     text = [line.rstrip() for line in log.splitlines() if line.strip()]
     error_lines = [number for number, line in enumerate(text) if line.startswith("spangrad: ")]
     if error_lines:
         return "\n".join([text[error_lines[-1]].removeprefix("spangrad: "), *text[error_lines[-1] + 1 : error_lines[-1] + _CAUSE_LINES]])
-    return text[-1] if text else "its log is empty"
+    last = text[-1] if text else "its log is empty"
+    if exit_code >= 0:
+        return last
+    number = -exit_code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    reason = ", as the kernel does where memory runs out" if number == signal.SIGKILL else ""
+    return f"it was killed by {name}{reason}; the end of its log: {last}"

@@ -231,7 +231,7 @@ class Supervisor:
         # Most services end with exit code 0, too, when a user or a system sends SIGTERM.
         is_done = code == 0 and (supervised.service.ends or supervised.service.may_finish)
         # With the process on another machine goes its log.
-        cause = "" if is_done else cause_of(process.log_end())
+        cause = "" if is_done else cause_of(process.log_end(), code)
         process.stop(0)  # what is left of its group
         supervised.process = None
         if is_done:

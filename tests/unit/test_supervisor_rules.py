@@ -84,7 +84,24 @@ def test_restart_policy_restarts_unless_service_was_never_ready(exit_code: int, 
     ],
 )
 def test_cause_of_log_finds_error(log: str, cause: str) -> None:
-    assert cause_of(log) == cause
+    assert cause_of(log, 1) == cause
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "cause"),
+    [
+        ("INFO ready", -9, "it was killed by SIGKILL, as the kernel does where memory runs out; the end of its log: INFO ready"),
+        (
+            "Fatal Python error: Segmentation fault",
+            -11,
+            "it was killed by SIGSEGV; the end of its log: Fatal Python error: Segmentation fault",
+        ),
+        ("INFO ready", -40, "it was killed by signal 40; the end of its log: INFO ready"),
+        ("spangrad: its actor on 10.0.0.2 died: x", -9, "its actor on 10.0.0.2 died: x"),
+    ],
+)
+def test_cause_of_service_that_a_signal_killed_names_it(log: str, exit_code: int, cause: str) -> None:
+    assert cause_of(log, exit_code) == cause
 
 
 def names(values: dict[str, object], *agent: str) -> dict[str, tuple[str, ...]]:
