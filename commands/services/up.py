@@ -142,6 +142,11 @@ def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
             for line in lines[printed:]:
                 print(line, file=sys.stderr if ended else sys.stdout, flush=True)
             printed = len(lines)
+            if ended and (process.returncode < 0 or not lines):
+                raise SpangradError(
+                    f"`spangrad up` ended with exit code {process.returncode}, and {log} does not tell why: it was killed, or the disk is"
+                    " full. Look for free memory and space, and call it again."
+                )
             if ended:
                 sys.exit(process.returncode or 1)
             time.sleep(_POLL_SECONDS)

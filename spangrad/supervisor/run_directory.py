@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -62,9 +63,14 @@ class RunDirectory:
                 f"{shown(owner) if owner else 'another process'} runs in {self.path} already. Stop it (`spangrad down` ends what"
                 " `spangrad up` started), or name another directory."
             )
-        lock.truncate(0)
-        lock.write(this_process())
-        lock.flush()
+        try:
+            os.truncate(lock.fileno(), 0)
+            os.write(lock.fileno(), this_process().encode())
+        except OSError as error:
+            lock.close()
+            raise SpangradError(
+                f"{self.path / LOCK} cannot be written ({error.strerror}). Free space, or name another directory."
+            ) from error
         self._lock = lock
         self._await_predecessors()
         return self

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import commands.services.up
 from commands.services.down import down
+from spangrad.errors import SpangradError
 from spangrad.processes import wait_until
 from spangrad.supervisor.run_directory import owner_of, status_of
 
@@ -100,6 +102,16 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
         down(set_=[f"up.directory={tmp_path}"])
         assert process.wait(10) == 0
     assert (tmp_path / "drained").exists()
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(1)"])
+def test_up_detached_whose_supervisor_ends_without_a_word_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-c", f"import os, sys; {end}"]
+
+    monkeypatch.setattr("spangrad.processes.own_command", command)
+    with pytest.raises(SpangradError, match=rf"ended with exit code -?\d, and {tmp_path}/up\.log does not tell why"):
+        commands.services.up.up(detach=True, set_=[f"up.directory={tmp_path}"])
 
 
 def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:

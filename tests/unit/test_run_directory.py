@@ -111,6 +111,15 @@ def test_run_directory_whose_status_a_power_failure_emptied_is_entered(tmp_path:
         assert status_of(tmp_path) == {"services": []}
 
 
+def test_run_directory_on_full_disk_names_its_file(tmp_path: Path) -> None:
+    (tmp_path / LOCK).symlink_to("/dev/full")
+    with (
+        pytest.raises(SpangradError, match=rf"{tmp_path}/{LOCK} cannot be written \(.*Free space, or name another"),
+        RunDirectory(tmp_path),
+    ):
+        pass
+
+
 class FullDisk(io.StringIO):
     """Standard output on a disk that has no space left."""
 
