@@ -20,6 +20,7 @@ from typing import IO, Any, Self
 from spangrad.errors import JSON_ERRORS, SpangradError
 from spangrad.leases import is_dead, is_here, shown, this_process
 from spangrad.processes import lock_alone
+from spangrad.supervisor.service import ServiceState
 
 LOCK = ".spangrad-run"
 """Name of the file that marks a directory as a run's; its owner holds a lock on it and has written into it which process it is."""
@@ -71,8 +72,12 @@ class RunDirectory:
             raise SpangradError(
                 f"{self.path / LOCK} cannot be written ({error.strerror}). Free space, or name another directory."
             ) from error
+        try:
+            self._await_predecessors()
+        except BaseException:
+            lock.close()
+            raise
         self._lock = lock
-        self._await_predecessors()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -88,7 +93,8 @@ class RunDirectory:
         """
         # Of another boot, container or machine, none has a port or a process of this one.
         running = [service for service in _status(self.path)["services"] if is_here(service.get("holder", ""))]
-        (self.path / STATUS).unlink(missing_ok=True)
+        # An interrupted wait leaves them to the next owner.
+        self.publish({"services": [{**service, "state": ServiceState.STOPPING} for service in running], "ready": False})
         seconds = PREDECESSOR_SECONDS + max((service["grace_seconds"] for service in running), default=0.0)
         end = time.monotonic() + seconds
         logged = False
@@ -98,13 +104,12 @@ class RunDirectory:
                 logger.warning("waiting for services of an earlier run in %s, which was killed: %s", self.path, names)
                 logged = True
             if time.monotonic() > end:
-                self.__exit__(None, None, None)
-                (self.path / STATUS).write_text(json.dumps({"services": running}))
                 raise SpangradError(
                     f"services of an earlier run in {self.path}, which was killed, have not ended after {seconds:g} s: {names}."
                     " Stop these processes with `kill`, or name another directory."
                 )
             time.sleep(_POLL_SECONDS)
+        (self.path / STATUS).unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete everything in the directory but the lock."""

@@ -335,6 +335,28 @@ def test_up_waits_for_services_of_a_killed_run(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
 
 
+def test_up_interrupted_while_it_waits_for_a_killed_run_leaves_it_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = killed_run(tmp_path, STUBBORN)
+
+    def interrupt(seconds: float) -> None:
+        status = status_of(tmp_path)
+        assert status
+        assert [each["state"] for each in status["services"]] == ["stopping"]
+        raise KeyboardInterrupt
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("spangrad.supervisor.run_directory.time.sleep", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                RunDirectory(tmp_path).__enter__()
+        assert owner_of(tmp_path) is None
+        monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
+        with pytest.raises(SpangradError, match=rf"gateway \(process {service} on "):
+            RunDirectory(tmp_path).__enter__()
+    finally:
+        os.kill(service, signal.SIGKILL)
+
+
 def test_up_names_service_of_killed_run_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service = killed_run(tmp_path, STUBBORN)
     monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
