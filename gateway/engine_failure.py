@@ -7,6 +7,7 @@ since vLLM's last lines only point back at them.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 
 from spangrad.errors import EngineError, SettingsError
@@ -18,6 +19,7 @@ _POINTS_BACK = (
     "EngineCore failed to start",
     "WorkerProc initialization failed",
 )
+_MEMORY_REMEDY = "Set engine.kv_cache_bytes to what is free beside the weights, take a smaller model, or stop what uses the memory."
 _REMEDIES = (
     (r"derived max_model_len|max_model_len \(\d+\) is greater", "Lower engine.max_model_len to the model's own context length."),
     (
@@ -26,7 +28,7 @@ _REMEDIES = (
     ),
     (
         r"[Ff]ree memory on device|gpu_memory_utilization|out of memory|[Cc]annot allocate memory|DefaultCPUAllocator|OutOfMemory",
-        "Set engine.kv_cache_bytes to what is free beside the weights, take a smaller model, or stop what uses the memory.",
+        _MEMORY_REMEDY,
     ),
     (r"bfloat16|float16|dtype", "Set engine.dtype to a type that this machine computes in, such as float32."),
     (r"trust_remote_code", 'Add "--trust-remote-code" to engine.extra_args, if you trust the model\'s code.'),
@@ -40,7 +42,8 @@ _REMEDIES = (
 def failure(exit_code: int, lines: Sequence[str]) -> EngineError:
     """Return the error of a vLLM that ended, from its exit code and its log; wrong settings have an exit code of their own."""
     cause = root_cause(lines)
-    error = EngineError(f"vLLM ended with exit code {exit_code}: {cause}")
+    memory = f" (SIGKILL, as the kernel sends it where memory runs out. {_MEMORY_REMEDY})" if exit_code == -signal.SIGKILL else ""
+    error = EngineError(f"vLLM ended with exit code {exit_code}{memory}: {cause}")
     error.exit_code = SettingsError.exit_code if _remedy(cause) else error.exit_code
     return error
 

@@ -102,6 +102,13 @@ def test_root_cause_of_failed_engine_names_setting_to_change(log: list[str], cau
     assert cause in root_cause([f"{line}\n" for line in log])
 
 
+def test_failure_of_engine_that_was_killed_names_memory() -> None:
+    killed = failure(-9, ["INFO loading weights"])
+    assert "exit code -9 (SIGKILL, as the kernel sends it where memory runs out. Set engine.kv_cache_bytes" in str(killed)
+    assert str(killed).endswith(": INFO loading weights")
+    assert killed.exit_code == 1
+
+
 def test_failure_caused_by_settings_has_exit_code_2() -> None:
     assert failure(1, ["ValueError: No available memory for the cache blocks"]).exit_code == 2
     assert failure(1, ["KeyError: 'x'"]).exit_code == 1
