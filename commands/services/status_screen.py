@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,16 @@ from commands.console import plain_console
 from spangrad.supervisor.status_text import TrainingProgress, status_table
 
 _HINT = "Ctrl-C stops everything; `spangrad ps` shows this elsewhere"
+
+
+@contextmanager
+def _lost_where_output_is() -> Generator[None]:
+    """Ignore that the disk of standard output is full, or its terminal closed."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
+            raise
 
 
 class StatusScreen:
@@ -38,15 +49,13 @@ class StatusScreen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live:
-            self._live.stop()
+            with _lost_where_output_is():
+                self._live.stop()
 
     def event(self, text: str) -> None:
         """Print a line, above the table; on a disk that is full or a terminal that is closed, it is lost, and services go on."""
-        try:
+        with _lost_where_output_is():
             self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
-                raise
 
     def show(self, status: Sequence[Mapping[str, Any]], progress: TrainingProgress | None) -> None:
         """Update the table; without a terminal, print a line if a training step was made."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -101,6 +103,19 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         down(set_=[f"up.directory={tmp_path}"])
         assert process.wait(10) == 0
+    assert (tmp_path / "drained").exists()
+
+
+def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    process, terminal = pty.fork()
+    if process == 0:
+        os.dup2(os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY), 2)
+        os.execv(sys.executable, [sys.executable, "-c", UP, str(tmp_path), ""])
+    wait_until((tmp_path / "prepared").exists, 60, "the service")
+    wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
+    os.close(terminal)
+    assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
     assert (tmp_path / "drained").exists()
 
 
