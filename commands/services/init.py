@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple
 from pathlib import Path
+from shlex import quote
 
 from commands.options import ConfigFile
 from commands.output_files import make_directory_of
@@ -35,4 +36,4 @@ def init(*, model: Path, config: ConfigFile = None) -> None:
     title = f"Written by `spangrad init` for a machine with {machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB free, {where}."
     with file.open("x", encoding="utf-8") as out:
         out.write(settings_text(proposals, title))
-    print(f"{file} is written. Start everything with `spangrad up{f' --config {config}' if config else ''}`.")
+    print(f"{file} is written. Start everything with `spangrad up{f' --config {quote(str(config))}' if config else ''}`.")

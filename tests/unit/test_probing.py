@@ -83,7 +83,9 @@ def test_propose_impossible_combination_raises_with_remedy(model: ModelFacts, ma
         propose(model, machine, Ports())
 
 
-def test_init_chooses_another_port_for_each_that_is_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_chooses_another_port_for_each_that_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
@@ -97,8 +99,9 @@ def test_init_chooses_another_port_for_each_that_is_in_use(tmp_path: Path, monke
 
     monkeypatch.setattr(machine, "find_vllm_python", python)
     monkeypatch.setattr(machine, "is_free", is_free)
-    file = tmp_path / "spangrad.toml"
+    file = tmp_path / "my settings.toml"
     init(model=tmp_path, config=file)
+    assert capsys.readouterr().out == f"{file} is written. Start everything with `spangrad up --config '{file}'`.\n"
     chosen, default = load_settings(file=file, env={}), load_settings({}, env={})
     for section, name in (
         *(("store", name) for name in ("otlp_grpc_port", "otlp_http_port", "clickhouse_port")),
