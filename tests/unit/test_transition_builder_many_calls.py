@@ -5,6 +5,7 @@ from __future__ import annotations
 from cProfile import Profile
 from typing import Any
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.spans import SpanFactory
 from transition_builder.build import read
 from transition_builder.calls.branches import AnsweredChoice, PromptSearch, longest_prefixes
-from transition_builder.calls.reconstruct import reconstruct
+from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 
 SECOND = 10**9
 IDS = st.text("ab", max_size=5).map(str.encode)
@@ -68,6 +69,39 @@ def test_link_by_start_of_any_clock_equals_plain_scan(plans: list[tuple[bool, in
     assert dict(calls.select("SpanId", "AgentName").rows()) == agents
 
 
+ASKED_ID = "llm.output_messages.0.message.tool_calls.0.tool_call.id"
+
+
+def place(spans: SpanFactory) -> Reconstructed:
+    frames = spans.frames()
+    nodes, recorded = read(frames, frames.owners)
+    return reconstruct(nodes, recorded, frames.answers, frames.dropped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from(["call_0", "call_1"]), st.sampled_from(["r", "s"])), max_size=14))
+def test_tool_calls_of_repeated_ids_have_the_call_of_a_plain_scan(steps: list[tuple[bool, str, str]]) -> None:
+    spans = SpanFactory()
+    roots = {rollout: spans.root(rollout) for rollout in ("r", "s")}
+    calls, tools = list[tuple[int, str, str, str]](), list[tuple[int, str, str, str]]()
+    for number, (is_call, asked_id, rollout) in enumerate(steps):
+        if is_call:
+            client = spans.client(roots[rollout], rollout=rollout, Duration=SECOND // 2, Attributes={ASKED_ID: asked_id})
+            calls.append((number, asked_id, rollout, spans.call(client, rollout=rollout, PromptIds=[number])))
+        else:
+            tool = spans.span("run", roots[rollout], rollout=rollout, kind="TOOL", Attributes={"tool_call.id": asked_id})
+            tools.append((number, asked_id, rollout, tool))
+    expected = dict[str, str]()
+    for number, asked_id, rollout, tool in tools:
+        asking = [(at < number, at, call) for at, of_id, of_rollout, call in calls if (of_id, of_rollout) == (asked_id, rollout)]
+        if asking:
+            expected[tool] = max(asking)[2]
+    placed = place(spans)
+    names = dict(placed.calls.select("CallId", "SpanId").rows())
+    caused = placed.caused.filter("Asked").select("SpanId", "CallId").rows()
+    assert {tool: names[call] for tool, call in caused} == expected
+
+
 def independent(kind: str, size: int) -> SpanFactory:
     """Return calls of which none extends another, one after the other."""
     spans = SpanFactory()
@@ -101,7 +135,34 @@ def function_calls(spans: SpanFactory) -> int:
 
 
 @pytest.mark.parametrize(
-    "kind", ["client and gateway", "client", "parallel client", "framework", "framework and client", "parallel framework and client"]
+    "kind",
+    [
+        "client and gateway",
+        "client",
+        "parallel client",
+        "framework",
+        "framework and client",
+        "parallel framework and client",
+    ],
 )
 def test_reconstruct_cost_of_independent_calls_grows_with_their_number(kind: str) -> None:
     assert function_calls(independent(kind, 1000)) < 8 * function_calls(independent(kind, 250))
+
+
+def test_tool_calls_of_a_repeated_id_are_not_joined_in_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some servers count the ids of tool calls from 0 in each answer."""
+    join, heights = pl.DataFrame.join, list[int]()
+
+    def counted(self: pl.DataFrame, *arguments: Any, **options: Any) -> pl.DataFrame:
+        joined = join(self, *arguments, **options)
+        heights.append(joined.height)
+        return joined
+
+    monkeypatch.setattr(pl.DataFrame, "join", counted)
+    spans, size = SpanFactory(), 60
+    root = spans.root()
+    for number in range(size):
+        spans.call(spans.client(root, Duration=SECOND // 2, Attributes={ASKED_ID: "call_0"}), PromptIds=[7, number])
+        spans.span("run", root, kind="TOOL", Attributes={"tool_call.id": "call_0"})
+    place(spans)
+    assert max(heights) < 6 * size  # three spans a step

@@ -60,7 +60,10 @@ def asked_by_id(nodes: pl.DataFrame, tools: pl.DataFrame, events: Indices, attem
     if (named := known.filter(pl.col("ToolCallId") != "")).height:
         requested = dialects.asked_tools(nodes)
         calls = requested.select("ToolCallId", call=call_of[nodes_of(requested, nodes)]).filter(pl.col("call") != NO_CALL)
-        pairs = named.join(calls.with_columns(attempt=attempt[calls["call"].to_numpy()]), on=["attempt", "ToolCallId"])
-        best_last = pairs.sort(pl.col("call") < pl.col("event"), "call")
-        asked[best_last["tool"].to_numpy()] = best_last["call"].to_numpy()
+        same = ["attempt", "ToolCallId"]
+        calls = calls.with_columns(attempt=attempt[calls["call"].to_numpy()]).sort("call")
+        # Pairs of each call with each tool call of its id would be as many as the square of their number.
+        before = named.sort("event").join_asof(calls, left_on="event", right_on="call", by=same, check_sortedness=False)
+        latest = before.join(calls.group_by(same).agg(latest=pl.col("call").last()), on=same)
+        asked[latest["tool"].to_numpy()] = latest.select(pl.coalesce("call", "latest")).to_series().to_numpy()
     return asked
