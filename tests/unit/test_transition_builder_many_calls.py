@@ -5,6 +5,7 @@ from __future__ import annotations
 from cProfile import Profile
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.spans import SpanFactory
 from transition_builder.build import read
+from transition_builder.calls import preceding
 from transition_builder.calls.branches import AnsweredChoice, PromptSearch, longest_prefixes
 from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 
@@ -102,6 +104,35 @@ def test_tool_calls_of_repeated_ids_have_the_call_of_a_plain_scan(steps: list[tu
     assert {tool: names[call] for tool, call in caused} == expected
 
 
+KINDS = st.sampled_from(["AGENT", "CHAIN", "TOOL", "client", "call"])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(KINDS, st.integers(0, 9), st.sampled_from(["agent", "worker"]), st.integers(0, 9)), max_size=25))
+def test_calls_before_each_event_are_those_of_a_search_without_bounds(shape: list[tuple[str, int, str, int]]) -> None:
+    spans = SpanFactory()
+    span_ids = [spans.root()]
+    for number, (kind, back, process, seconds) in enumerate(shape):
+        above = span_ids[-1 - back % len(span_ids)]
+        facts: dict[str, Any] = {"process": process, "Duration": seconds * SECOND}
+        if kind == "call":
+            span_ids.append(spans.call(above, PromptIds=[7, number]))
+        elif kind == "client":
+            span_ids.append(spans.client(above, **facts))
+        else:
+            span_ids.append(spans.span(f"{kind} {number % 3}", above, kind=kind, **facts))
+
+    def unbounded(forest: Any, agents: Any, events: Any) -> Any:
+        return np.full(len(events.node), np.iinfo(np.int64).max)
+
+    bounded = place(spans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preceding, "_bound", unbounded)
+        scanned = place(spans)
+    assert bounded.calls.rows() == scanned.calls.rows()
+    assert bounded.caused.rows() == scanned.caused.rows()
+
+
 def independent(kind: str, size: int) -> SpanFactory:
     """Return calls of which none extends another, one after the other."""
     spans = SpanFactory()
@@ -113,6 +144,8 @@ def independent(kind: str, size: int) -> SpanFactory:
             "Duration": size * SECOND if "parallel" in kind else SECOND // 2,
             "Attributes": usage,
         }
+        if "nested" in kind:
+            root = spans.span("step", root)
         tokens: dict[str, Any] = {"PromptIds": [7, number, *range(number % 9)], "ResponseIds": [1], "Logprobs": [-1.0]}
         if "framework" in kind:
             spans.span("ChatOpenAI", root, kind="LLM", **facts)
@@ -143,6 +176,7 @@ def function_calls(spans: SpanFactory) -> int:
         "framework",
         "framework and client",
         "parallel framework and client",
+        "nested client and gateway",
     ],
 )
 def test_reconstruct_cost_of_independent_calls_grows_with_their_number(kind: str) -> None:

@@ -83,6 +83,24 @@ class SpanForest:
             at = at[at != self.size]
         return count[: self.size]
 
+    def least_below(self, nodes: Indices, values: Indices) -> Indices:
+        """Return, for every node and the virtual root, the least value of the given nodes that are it or lie below it; else the largest."""
+        least = np.full(self.size + 1, np.iinfo(np.int64).max)
+        np.minimum.at(least, nodes, values)
+        deepest_first = np.argsort(-self.depth, kind="stable")
+        for level in np.split(deepest_first, np.flatnonzero(np.diff(self.depth[deepest_first])) + 1):
+            np.minimum.at(least, self.parent[level], least[level])
+        return least
+
+    def nearest_below(self, nodes: Indices, least: Indices, bounds: Indices) -> Indices:
+        """Return the nearest among each node and its ancestors whose `least_below` is less than a bound; the virtual root for none."""
+        jumps, at = [self.parent], nodes
+        while (jumps[-1] != self.size).any():
+            jumps.append(jumps[-1][jumps[-1]])
+        for jump in reversed(jumps):
+            at = np.where(least[at] >= bounds, np.where(least[jump[at]] >= bounds, jump[at], at), at)
+        return np.where(least[at] >= bounds, self.parent[at], at)
+
     def common_depth(self, left: Indices, right: Indices) -> Indices:
         """Return the depth of the nearest common ancestor of each pair; 0 where there is none."""
         while (apart := left != right).any():

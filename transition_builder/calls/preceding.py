@@ -97,10 +97,7 @@ def _bound(forest: SpanForest, agents: Agents, events: Events) -> Indices:
     while (late := (own != size) & (earliest[own] >= rows)).any():
         own = np.where(late, agents.around[own], own)
     relation = np.where(own != size, _ENCLOSING + forest.depth[own], np.where(events.agent != size, _NAMESAKE, _OTHER))
-    below = forest.count_below(events.node[calls])
-    # A call is below its own ancestors itself.
-    ancestors = [forest.nearest(below >= least)[events.node] for least in (1, 2)]
-    return relation * _WEIGHT + forest.depth[np.where(events.is_call, ancestors[1], ancestors[0])]
+    return relation * _WEIGHT + forest.depth[forest.nearest_below(events.node, forest.least_below(events.node[calls], calls), rows)]
 
 
 def _before(clocks: Clocks, events: Events, calls: Indices, later: Indices) -> Mask:
