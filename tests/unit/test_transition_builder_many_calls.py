@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.spans import SpanFactory
 from transition_builder.build import read
-from transition_builder.calls import preceding
+from transition_builder.calls import preceding, span_matching
 from transition_builder.calls.branches import AnsweredChoice, PromptSearch, longest_prefixes
 from transition_builder.calls.reconstruct import Reconstructed, reconstruct
 
@@ -133,6 +133,42 @@ def test_calls_before_each_event_are_those_of_a_search_without_bounds(shape: lis
     assert bounded.caused.rows() == scanned.caused.rows()
 
 
+DISTANCES = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
+CALL_SPANS = st.tuples(DISTANCES, st.sampled_from("ab"), st.sets(st.sampled_from("xy")), st.sets(st.integers(0, 7), max_size=3))
+
+
+@given(st.lists(CALL_SPANS, max_size=10))
+def test_link_by_repeated_response_ids_equals_plain_scan(plans: list[tuple[list[int], str, set[str], set[int]]]) -> None:
+    groups = [
+        span_matching.CallSpans(
+            name=number,
+            innermost=number,
+            top=top,
+            bottom=bottom,
+            start_key=("process", number, ""),
+            start=number,
+            end=number,
+            convention=convention,
+            failed=False,
+            engine=False,
+            responses=frozenset(responses),
+            ids=frozenset(),
+            model=None,
+            tokens=None,
+            inside=frozenset(inside),
+        )
+        for number, ((bottom, top), convention, responses, inside) in enumerate(plans)
+    ]
+    scanned = list[tuple[int, int]]()
+    for response in dict.fromkeys(response for group in groups for response in sorted(group.responses)):
+        sharing = [group for group in groups if response in group.responses]
+        for lower in sharing:
+            if candidates := [group for group in sharing if span_matching._fits(lower, group)]:  # pyright: ignore[reportPrivateUsage]
+                scanned.append((lower.name, min(candidates, key=lambda group: group.bottom).name))
+    pairs = span_matching._by_response(groups, {})  # pyright: ignore[reportPrivateUsage]
+    assert [(lower.name, upper.name) for lower, upper in pairs] == scanned
+
+
 def independent(kind: str, size: int) -> SpanFactory:
     """Return calls of which none extends another, one after the other."""
     spans = SpanFactory()
@@ -147,6 +183,7 @@ def independent(kind: str, size: int) -> SpanFactory:
         if "nested" in kind:
             root = spans.span("step", root)
         tokens: dict[str, Any] = {"PromptIds": [7, number, *range(number % 9)], "ResponseIds": [1], "Logprobs": [-1.0]}
+        tokens |= {"ResponseId": "repeated"} if "repeated" in kind else {}
         if "framework" in kind:
             spans.span("ChatOpenAI", root, kind="LLM", **facts)
         if "client" in kind:
@@ -176,6 +213,7 @@ def function_calls(spans: SpanFactory) -> int:
         "framework",
         "framework and client",
         "parallel framework and client",
+        "framework and client of repeated responses",
         "nested client and gateway",
     ],
 )

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby, takewhile
+from itertools import accumulate, groupby, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -169,10 +169,25 @@ def _by_response(groups: Sequence[CallSpans], _: Links) -> Pairs:
         for response in sorted(group.responses):
             sharing.setdefault(response, []).append(group)
     for same_response in sharing.values():
+        by_kind = dict[tuple[int, str], list[CallSpans]]()
+        for group in same_response:
+            if group.bottom >= CLIENT:
+                by_kind.setdefault((group.bottom, group.convention), []).append(group)
         for lower in same_response:
-            upper = min((group for group in same_response if _fits(lower, group)), key=lambda group: group.bottom, default=None)
-            if upper is not None:
+            if upper := _nearest(lower, by_kind):
                 yield lower, upper
+
+
+def _nearest(lower: CallSpans, by_kind: Mapping[tuple[int, str], Sequence[CallSpans]]) -> CallSpans | None:
+    """Return the nearest group, by distance and convention, that another may hang below, of several the first; some servers repeat ids."""
+    nearest = list[CallSpans]()
+    for (bottom, convention), groups in by_kind.items():
+        if lower.top < bottom:
+            nearest += [*islice((group for group in groups if _fits(lower, group)), 1)]
+        elif lower.top == bottom and lower.convention != convention:
+            earlier = takewhile(lambda group: group.start_key < lower.start_key, groups)
+            nearest += [*islice((group for group in earlier if _fits(lower, group)), 1)]
+    return min(nearest, key=lambda group: (group.bottom, group.start_key), default=None)
 
 
 def _by_ids(groups: Sequence[CallSpans], below: Links) -> Pairs:
