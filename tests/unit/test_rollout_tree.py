@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,19 @@ def test_children_of_orphans_or_a_long_chain_takes_linear_steps(count: int, pare
     below = children({span.key: span for span in [root, *spans]})
     assert sum(map(len, below.values())) == count + 1
     assert below[None] == [root]
+
+
+def test_children_of_orphans_take_time_that_grows_with_their_number() -> None:
+    root = next(span for span in WHOLE.spans if span.is_root)
+
+    def seconds(count: int) -> float:
+        spans = {orphan.key: orphan for orphan in [root, *(span("tool", f"{n:x}", "lost") for n in range(1, count + 1))]}
+        begin = time.thread_time()
+        children(spans)
+        return time.thread_time() - begin
+
+    # Ten times as many spans take some 12 times as long, and 70 times where the cost of each grows with their number.
+    assert min(seconds(20_000) for _ in range(3)) < 35 * min(seconds(2_000) for _ in range(3))
 
 
 def test_draw_spans_without_sequence_orders_by_time() -> None:

@@ -54,7 +54,7 @@ def _cyclic(parents: Mapping[Key, Key | None]) -> set[Key]:
             above = parents[above]
         if above in path:
             cyclic.update(dropwhile(lambda ancestor, first=above: ancestor != first, path))
-        followed |= path.keys()
+        followed.update(path)  # `|=` with the keys of a dict copies the set
     return cyclic
 
 
