@@ -133,6 +133,15 @@ def test_calls_before_each_event_are_those_of_a_search_without_bounds(shape: lis
     assert bounded.caused.rows() == scanned.caused.rows()
 
 
+def call_spans(number: int, **facts: Any) -> span_matching.CallSpans:
+    plain: dict[str, Any] = {
+        "name": number, "innermost": number, "top": 0, "bottom": 0, "start_key": ("process", number, ""), "start": number, "end": number,
+        "convention": "", "failed": False, "engine": False, "responses": frozenset(), "ids": frozenset(), "model": None, "tokens": None,
+        "inside": frozenset(),
+    }  # fmt: skip
+    return span_matching.CallSpans(**plain | facts)
+
+
 DISTANCES = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(sorted)
 CALL_SPANS = st.tuples(DISTANCES, st.sampled_from("ab"), st.sets(st.sampled_from("xy")), st.sets(st.integers(0, 7), max_size=3))
 
@@ -140,23 +149,7 @@ CALL_SPANS = st.tuples(DISTANCES, st.sampled_from("ab"), st.sets(st.sampled_from
 @given(st.lists(CALL_SPANS, max_size=10))
 def test_link_by_repeated_response_ids_equals_plain_scan(plans: list[tuple[list[int], str, set[str], set[int]]]) -> None:
     groups = [
-        span_matching.CallSpans(
-            name=number,
-            innermost=number,
-            top=top,
-            bottom=bottom,
-            start_key=("process", number, ""),
-            start=number,
-            end=number,
-            convention=convention,
-            failed=False,
-            engine=False,
-            responses=frozenset(responses),
-            ids=frozenset(),
-            model=None,
-            tokens=None,
-            inside=frozenset(inside),
-        )
+        call_spans(number, top=top, bottom=bottom, convention=convention, responses=frozenset(responses), inside=frozenset(inside))
         for number, ((bottom, top), convention, responses, inside) in enumerate(plans)
     ]
     scanned = list[tuple[int, int]]()
@@ -167,6 +160,28 @@ def test_link_by_repeated_response_ids_equals_plain_scan(plans: list[tuple[list[
                 scanned.append((lower.name, min(candidates, key=lambda group: group.bottom).name))
     pairs = span_matching._by_response(groups, {})  # pyright: ignore[reportPrivateUsage]
     assert [(lower.name, upper.name) for lower, upper in pairs] == scanned
+
+
+TAKEN = st.tuples(st.sampled_from([None, (1, 1), (2, 1)]), st.sampled_from([None, "a", "b"]), st.sets(st.sampled_from("xy")))
+
+
+@given(st.lists(TAKEN, max_size=8), st.lists(TAKEN, max_size=8))
+def test_groups_taken_by_token_counts_equal_plain_scan(
+    plans: list[tuple[Any, str | None, set[str]]], takers: list[tuple[Any, str | None, set[str]]]
+) -> None:
+    def groups_of(facts: list[tuple[Any, str | None, set[str]]]) -> list[span_matching.CallSpans]:
+        return [
+            call_spans(number, tokens=tokens, model=model, responses=frozenset(responses))
+            for number, (tokens, model, responses) in enumerate(facts)
+        ]
+
+    left = groups_of(plans)
+    untaken = span_matching._UntakenGroups(left)  # pyright: ignore[reportPrivateUsage]
+    for taker in groups_of(takers):
+        agreeing = [group for group in left if span_matching._agree(taker, group)]  # pyright: ignore[reportPrivateUsage]
+        left = [group for group in left if group not in agreeing[:1]]
+        assert untaken.take(taker) == bool(agreeing)
+    assert [*untaken._all.values()] == left  # pyright: ignore[reportPrivateUsage]
 
 
 def independent(kind: str, size: int) -> SpanFactory:
@@ -186,6 +201,8 @@ def independent(kind: str, size: int) -> SpanFactory:
         tokens |= {"ResponseId": "repeated"} if "repeated" in kind else {}
         if "framework" in kind:
             spans.span("ChatOpenAI", root, kind="LLM", **facts)
+        if "recorded call" in kind:
+            spans.call(root, **tokens)
         if "client" in kind:
             client = spans.client(root, **facts)
             if "gateway" in kind:
@@ -215,6 +232,7 @@ def function_calls(spans: SpanFactory) -> int:
         "parallel framework and client",
         "framework and client of repeated responses",
         "nested client and gateway",
+        "framework beside recorded call",
     ],
 )
 def test_reconstruct_cost_of_independent_calls_grows_with_their_number(kind: str) -> None:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby, islice, takewhile
+from itertools import accumulate, chain, groupby, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -283,20 +283,39 @@ def _absorbed(groups: Sequence[CallSpans], below: Links) -> Iterator[int]:
     taken = set(below.values())
     free = [group for group in groups if group.name not in below]
     gateway = any(group.bottom == GATEWAY for group in groups)
-    unmatched = [*filter(_of_gateway, free)]
+    unmatched = _UntakenGroups(filter(_of_gateway, free))
     unlinked = [group for group in free if group.bottom >= REQUEST and group.name not in taken]
     requests = _by_process(group for group in groups if group.top in (CLIENT, REQUEST))
     for group in sorted(unlinked, key=lambda group: (abs(group.bottom - CLIENT), group.bottom, group.start_key)):
         if (
             (gateway and group.failed)
-            or _take(unmatched, partial(_agree, group))
+            or unmatched.take(group)
             or (group.bottom == FRAMEWORK and _has_requests(group, *requests.get(group.start_key[0], ([], []))))
         ):
             yield group.name
-    without_engine = [group for group in free if group.bottom > ENGINE and not group.engine]
+    without_engine = _UntakenGroups(group for group in free if group.bottom > ENGINE and not group.engine)
     for group in free:
-        if group.bottom == ENGINE and _take(without_engine, partial(_agree, group)):
+        if group.bottom == ENGINE and without_engine.take(group):
             yield group.name
+
+
+class _UntakenGroups:
+    """Groups that are taken once each, in order; looked up by token counts, which have to agree."""
+
+    def __init__(self, groups: Iterable[CallSpans]) -> None:
+        self._all = dict(enumerate(groups))
+        self._by_tokens = dict[tuple[int, int] | None, dict[int, CallSpans]]()
+        for place, group in self._all.items():
+            self._by_tokens.setdefault(group.tokens, {})[place] = group
+
+    def take(self, other: CallSpans) -> bool:
+        """Remove the first group that agrees with another; return whether there was one."""
+        candidates = [self._all] if other.tokens is None else [self._by_tokens.get(tokens, {}) for tokens in (other.tokens, None)]
+        agreeing = (islice((place for place, group in groups.items() if _agree(other, group)), 1) for groups in candidates)
+        first = min(chain.from_iterable(agreeing), default=None)
+        if first is not None:
+            del self._by_tokens[self._all.pop(first).tokens][first]
+        return first is not None
 
 
 def _take(groups: list[CallSpans], matches: Callable[[CallSpans], bool]) -> CallSpans | None:
