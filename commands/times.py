@@ -35,7 +35,10 @@ def parse_time_or_age(option: str, text: str, now: datetime) -> datetime:
     """
     age = _AGE.fullmatch(text)
     if age is None:
-        return parse_time(option, text)
+        try:
+            return parse_time(option, text)
+        except SettingsError as error:
+            raise SettingsError(f"{error} Or 7d, 12h or 30m for how long ago (s, m, h, d or w).") from None
     try:
         return now - timedelta(**{_UNITS[age[2]]: int(age[1])})
     except (ValueError, OverflowError):  # ValueError: more digits than Python reads

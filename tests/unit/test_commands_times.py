@@ -30,6 +30,7 @@ def test_parse_time_or_age_returns_time_in_utc(text: str, time: datetime) -> Non
     [
         ("1000000d", "--since '1000000d' is before the year 1. Write 7d, 12h or 30m for how long ago."),
         ("9" * 5000 + "w", "is before the year 1."),
+        ("1y", "2026-01-31T12:00+00:00. Or 7d, 12h or 30m for how long ago (s, m, h, d or w)."),
         ("yesterday", "--since 'yesterday' is no time. Write 2026-01-31,"),
         ("", "--since '' is no time."),
         ("0001-01-01T00:00+14:00", "is no time."),
