@@ -45,6 +45,21 @@ def flag_values(overrides: list[str] | None, flags: Mapping[str, object] | None 
     return {**values, **{key: value for key, value in (flags or {}).items() if value is not None}}
 
 
+def require_directory(name: str, directory: Path, purpose: str) -> None:
+    """Refuse a directory that does not exist.
+
+    Args:
+        name: option or setting that names the directory.
+        directory: the directory.
+        purpose: the directory that is to be named.
+
+    Raises:
+        SettingsError: it is no directory.
+    """
+    if not directory.is_dir():
+        raise SettingsError(f"{name} {directory} is no directory. Name {purpose}.")
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

@@ -6,8 +6,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from spangrad.errors import SettingsError
+from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
 
 
 def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile = None, set_: Overrides = None) -> None:
@@ -19,8 +18,7 @@ def tools(*, directory: Path = Path(), swe_rex: bool = False, config: ConfigFile
         directory: working directory of the tools, which they can read.
         swe_rex: serve the sandbox at tools.host and tools.port by SWE-ReX's routes instead, for clients such as SWE-agent.
     """
-    if not directory.is_dir():
-        raise SettingsError(f"--directory {directory} is no directory. Name the working directory of the tools.")
+    require_directory("--directory", directory, "the working directory of the tools")
     settings = resolve(config, set_)
     log_to_stderr()
     from runner.sandboxes.agent_sandbox import policy_from

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
 from commands.stopped_store import answering_store
 from commands.times import parse_time_or_age
 
@@ -121,6 +121,7 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
         directory: directory of the evaluator's modules.
         port: TCP port to listen on; default: rewards.port.
     """
+    require_directory("--directory", directory, "the directory of the evaluator's modules")
     settings = resolve(config, set_, {"rewards.port": port})
     log_to_stderr()
     from runner.rewards.server import serve

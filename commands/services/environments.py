@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
 
 
 def environments(
@@ -28,6 +28,7 @@ def environments(
         directory: directory of the factory's modules.
         port: TCP port to listen on; default: environments.port.
     """
+    require_directory("--directory", directory, "the directory of the factory's modules")
     settings = resolve(config, set_, {"environments.port": port})
     log_to_stderr()
     from runner.environments.server import serve

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from commands.options import require_directory
 from spangrad.callables import is_file, split
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
@@ -19,6 +20,7 @@ from spangrad.settings.runner import HandlerSettings
 if TYPE_CHECKING:
     from runner.workers.agents import AgentsBySource, AgentSpec
 
+_DIRECTORY = "the directory of the agent's modules, or of its program's files"
 ProgramArguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """Words after an agent's program. The program itself has no leading hyphen unless `--` is before it: the parser refuses unknown options."""
 
@@ -60,8 +62,14 @@ class AgentOptions:
 
 
 def handler_of(program: str | None, arguments: Sequence[str], options: AgentOptions | None) -> HandlerSettings:
-    """Return the agent of a command line as the settings of a handler."""
-    return HandlerSettings(command=list(command_of(program, arguments)), **asdict(options or AgentOptions()))
+    """Return the agent of a command line as the settings of a handler.
+
+    Raises:
+        SettingsError: its directory does not exist.
+    """
+    options = options or AgentOptions()
+    require_directory("--directory", options.directory, _DIRECTORY)
+    return HandlerSettings(command=list(command_of(program, arguments)), **asdict(options))
 
 
 def agent_spec(handler: HandlerSettings, runner: RunnerSettings) -> AgentSpec:
@@ -71,15 +79,13 @@ def agent_spec(handler: HandlerSettings, runner: RunnerSettings) -> AgentSpec:
     names a file with a callable.
 
     Raises:
-        AgentError: they name no agent, or several; or a file or the directory does not exist.
+        AgentError: they name no agent, or several; or a file does not exist.
     """
     from runner.workers.agents import CallableAgent, CommandAgent, ContainerAgent, is_service
     from spangrad.episode.adapters.references import by_openenv, names_environment
     from spangrad.episode.agent import REFERENCE
 
     command, agent, image, environment, directory = handler.command, handler.agent, handler.image, handler.environment, handler.directory
-    if not directory.is_dir():
-        raise AgentError(f"{directory} is no directory. Name the one of the agent's modules, or of its program's files.")
     if command and not command[0]:
         raise AgentError("the agent's program is an empty word. Name a program, and give its arguments after it.")
     if agent is None and image is None and len(command) == 1 and is_file(command[0]):
@@ -110,6 +116,7 @@ def agents_of(runner: RunnerSettings, handler: HandlerSettings) -> AgentSpec | A
 
     Raises:
         AgentError: as `agent_spec`.
+        SettingsError: the directory of a handler does not exist.
     """
     if runner.handlers and not (handler.command or handler.agent or handler.image or handler.environment):
         if handler.evaluator is not None or handler.instrument:
@@ -119,8 +126,10 @@ def agents_of(runner: RunnerSettings, handler: HandlerSettings) -> AgentSpec | A
 
 
 def _of_source(runner: RunnerSettings, source: str) -> AgentSpec:
+    handler = runner.handlers[source]
+    require_directory(f"runner.handlers.{source}.directory =", handler.directory, _DIRECTORY)
     try:
-        return agent_spec(runner.handlers[source], runner.of_handler(source))
+        return agent_spec(handler, runner.of_handler(source))
     except AgentError as error:
         raise AgentError(f"runner.handlers.{source}: {error}") from error
 

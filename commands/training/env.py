@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ROUTES = ("ws", "reset", "step", "state", "health", "healthz", "schema", "metadata", "v1", "readyz", "metrics")
@@ -36,6 +36,7 @@ def _serve(
         directory: directory of the environments' modules.
         port: TCP port to listen on; default: environments.port.
     """
+    require_directory("--directory", directory, "the directory of the environments' modules")
     settings = resolve(config, set_, {"environments.port": port})
     log_to_stderr()
     from commands.training.agents import located

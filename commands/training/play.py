@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from commands.options import ConfigFile, Overrides, resolve
+from commands.options import ConfigFile, Overrides, require_directory, resolve
 
 if TYPE_CHECKING:
     from spangrad.episode.player import ModelReply, ReplyRequest
@@ -44,6 +44,7 @@ def play(
         json: print one JSON object in place of text: messages, rewards, return and end; by role, where there are several.
         directory: directory of the environment's module.
     """
+    require_directory("--directory", directory, "the directory of the environment's module")
     settings = resolve(config, set_)
     from json import dumps, loads
 

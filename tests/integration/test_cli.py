@@ -138,7 +138,17 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["plan", "--model", ".", "--gpus", "99999999x80"], {}, 2, "--gpus '99999999x80' on --nodes 1 is no cluster."),
         (["plan", "--model", ".", "--gpus", "8x80", "--host-memory", "inf"], {}, 2, "is no cluster."),
         (["worker", ""], {}, 1, "the agent's program is an empty word."),
-        (["worker", "--directory", "latin.txt", "python"], {}, 1, "latin.txt is no directory."),
+        (["worker", "--directory", "latin.txt", "python"], {}, 2, "latin.txt is no directory."),
+        *[
+            ([*words.split(), "--directory", "nowhere"], {}, 2, "--directory nowhere is no directory. Name the directory of the")
+            for words in (
+                "run --tasks nowhere python",
+                "rewards serve --evaluator m:f",
+                "play m:C",
+                "env serve m:C",
+                "environments --factory m:C",
+            )
+        ],
         (["queue", "dead", "--limit", "0"], {}, 2, "--limit 0 lists nothing. Give 1 or more."),
         (
             ["prompt", "optimise", "p", "--tasks", "nowhere", "--set", "queue.url=http://127.0.0.1:9", "python"],
