@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from spangrad.errors import AgentError
 T = TypeVar("T")
 _FALLBACK_NAME = "_spangrad_agent"
 """Name of a file's module where the file's own name is taken."""
+_DYNAMIC = re.compile(rb"import\s*\*|\b(__getattr__|__path__|__dict__|__import__|exec|globals|import_module|modules|setattr|vars)\b")
+"""Words of a module's source that may give it names or submodules that the source does not hold."""
 
 
 def load(reference: str) -> Callable[..., Any]:
@@ -59,6 +62,48 @@ def split(reference: str) -> tuple[str, str | None]:
     """Return a reference's module or file, and its function. None: it names no function; `""`: it names an empty one."""
     module_name, colon, path = reference.rpartition(":")
     return (module_name, path) if colon and "/" not in path else (reference, None)
+
+
+def require(reference: str, directory: Path) -> None:
+    """Refuse a reference that cannot be loaded, as far as the sources show it: no module is imported.
+
+    Args:
+        reference: `module:function`, `module`, `file.py:function` or `file.py`.
+        directory: directory where modules are looked for first.
+
+    Raises:
+        AgentError: there is no such module, or its source does not hold the name.
+    """
+    module_name, path = split(reference)
+    file = Path(module_name) if is_file(reference) else _module_file(module_name, directory)
+    if file is None or not path:
+        return
+    source, name = file.read_bytes(), path.partition(".")[0]
+    if not (re.search(rb"\b%b\b" % re.escape(name.encode()), source) or _DYNAMIC.search(source)):
+        raise AgentError(f"{file} does not hold {name!r}, which {reference!r} names. Define it there, or fix the name.")
+
+
+def _module_file(module_name: str, directory: Path) -> Path | None:
+    """Return the source file of a module. None: it has none, or only an import shows it.
+
+    Raises:
+        AgentError: there is no such module.
+    """
+    where: Sequence[str] = [str(directory.resolve()), *sys.path]
+    file: Path | None = None
+    for package in accumulate(module_name.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(package, where)
+        if spec is None:
+            if "." in package:
+                is_known = file is not None and _DYNAMIC.search(file.read_bytes()) is not None
+            else:
+                is_known = importlib.util.find_spec(package) is not None  # by an editable installation, for one
+            if is_known:
+                return None
+            raise AgentError(f"there is no module {package!r} in {directory.resolve()} or on Python's path. Write it, or fix the name.")
+        where = spec.submodule_search_locations or []
+        file = Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+    return file
 
 
 def source_file(reference: str) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.output_files import make_directory_of
-from commands.training.agents import ProgramArguments, command_of
+from commands.training.agents import ProgramArguments, agents_of, command_of, handler_of, require_loadable
 from spangrad.errors import SpangradError
 
 if TYPE_CHECKING:
@@ -57,7 +57,12 @@ def up(
         from spangrad.cli import app
         from spangrad.supervisor.training_services import agent_command
 
-        app.parse_args([agent_command(words), *words])  # a wrong option is refused before anything is started
+        # A wrong option, or an agent that is not here, is refused before anything is started; nodes of Ray may have other programs.
+        _, bound, _ = app.parse_args([agent_command(words), *words])
+        if ray is None:
+            program, *rest = bound.args or (None,)
+            runner = resolve(bound.kwargs.get("config", config), [*overrides, *bound.kwargs.get("set_", ())]).runner
+            require_loadable(agents_of(runner, handler_of(program, rest, bound.kwargs.get("options"))), runner)
     if detach:
         options = [*options_of(config, overrides), *(["--ray", ray] if ray else [])]
         _detach(settings, options, words)

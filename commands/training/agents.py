@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from commands.options import require_directory
-from spangrad.callables import is_file, split
+from spangrad.callables import is_file, require, split
 from spangrad.errors import AgentError
 from spangrad.settings import RunnerSettings
 from spangrad.settings.runner import HandlerSettings
@@ -123,6 +123,35 @@ def agents_of(runner: RunnerSettings, handler: HandlerSettings) -> AgentSpec | A
             raise AgentError("--evaluator and --instrument belong to an agent: name one, or set them in runner.handlers.")
         return {source: _of_source(runner, source) for source in runner.handlers}
     return agent_spec(handler, runner)
+
+
+def require_loadable(agents: AgentSpec | AgentsBySource, runner: RunnerSettings) -> None:
+    """Refuse agents that cannot be loaded, before anything is waited for: modules are looked for, and not imported.
+
+    Raises:
+        AgentError: there is no such module, function, program or container engine.
+    """
+    if isinstance(agents, Mapping):
+        for source, agent in agents.items():
+            try:
+                require_loadable(agent, runner.of_handler(source))
+            except AgentError as error:
+                raise AgentError(f"runner.handlers.{source}: {error}") from error
+        return
+    from runner.workers.agents import CallableAgent, CommandAgent, is_service
+    from spangrad.agent.command import command_line
+    from spangrad.agent.container import require_engine
+    from spangrad.episode.adapters.references import names_environment
+
+    directory = agents.directory.resolve()
+    if isinstance(agents, CommandAgent):
+        command_line(agents.command, directory, instrument=agents.instrument, in_image=runner.sandbox.image is not None)
+    elif not isinstance(agents, CallableAgent):
+        require_engine(agents.container.engine)
+    callables = [agents.agent] if isinstance(agents, CallableAgent) else []
+    for reference in (*callables, agents.evaluator, agents.environment, agents.on_failure):
+        if reference is not None and not is_service(reference) and not names_environment(reference):
+            require(reference, directory)
 
 
 def _of_source(runner: RunnerSettings, source: str) -> AgentSpec:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals, require_loadable
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
@@ -72,6 +72,7 @@ def run(
     if follow_demand and (tasks is None or settings.queue.url is None):
         raise AgentError("--follow-demand needs --tasks FILE, and queue.url: the queue to which trainers report their demand.")
     agents = agents_of(settings.runner, handler_of(program, arguments, options))
+    require_loadable(agents, settings.runner)
     # A file that cannot be read ends the command at once; tasks that the queue holds are read when it answers.
     stored = TaskStore.of(settings) if tasks is not None and tasks.startswith(STORED) else None
     read = None if tasks is None or stored else read_tasks(tasks)

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals, require_loadable
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 from spangrad.processes import raise_files_limit
@@ -46,6 +46,7 @@ def worker(
     log_to_stderr()
     raise_files_limit()
     agents = agents_of(settings.runner, handler_of(program, arguments, options))
+    require_loadable(agents, settings.runner)
     await_services(needs_of_rollouts(settings), settings.engine.start_timeout_seconds)
     asyncio.run(_work(settings, agents))
 

@@ -117,7 +117,7 @@ class AgentCommand:
         self._directory = directory
         self._on_group = on_group or _ignore_group
         self._sandbox = sandbox
-        self._command = _command_line(command, directory, instrument=instrument, in_image=sandbox is not None and sandbox.has_image)
+        self._command = command_line(command, directory, instrument=instrument, in_image=sandbox is not None and sandbox.has_image)
 
     async def __call__(self, given: object, endpoint: str | None, environment: object = None) -> object:
         """Run the program once.
@@ -281,8 +281,12 @@ def _last_line(tail: bytes, *, whole: bool) -> object:
         return text or None
 
 
-def _command_line(command: Sequence[str], directory: Path, *, instrument: bool, in_image: bool) -> list[str]:
-    """Return the command, with the instrumenter before it if it is to be instrumented."""
+def command_line(command: Sequence[str], directory: Path, *, instrument: bool, in_image: bool) -> list[str]:
+    """Return the command, with the instrumenter before it if it is to be instrumented.
+
+    Raises:
+        AgentError: the command is empty; or it is outside an image, and the program or the instrumenter was not found.
+    """
     if not command:
         raise AgentError("the agent's command is empty: give the program and its arguments.")
     if in_image:

@@ -73,6 +73,16 @@ def reached_at(engine: str, network: str, platform: str = sys.platform) -> str |
     return "host.containers.internal" if Path(engine).name == "podman" else "host.docker.internal"
 
 
+def require_engine(engine: str) -> None:
+    """Refuse a container engine whose program was not found.
+
+    Raises:
+        AgentError: it is not in PATH.
+    """
+    if shutil.which(engine) is None:
+        raise AgentError(f"the container engine {engine!r} is not in PATH. Install it, or name one: runner.container.engine.")
+
+
 class AgentContainer(AgentCommand):
     """An agent in the form of a container image."""
 
@@ -84,8 +94,7 @@ class AgentContainer(AgentCommand):
         """
         self._container = container
         self._worker = worker
-        if shutil.which(container.engine) is None:
-            raise AgentError(f"the container engine {container.engine!r} is not in PATH. Install it, or name one: runner.container.engine.")
+        require_engine(container.engine)
         super().__init__([container.engine], directory, instrument=False, on_group=on_group)
 
     async def __call__(self, given: object, endpoint: str | None, environment: object = None, image: str | None = None) -> object:

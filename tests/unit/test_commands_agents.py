@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from commands.services.up import up
-from commands.training.agents import AgentOptions, agent_spec, agents_of
+from commands.training.agents import AgentOptions, agent_spec, agents_of, require_loadable
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
 from spangrad.errors import AgentError
@@ -85,6 +86,55 @@ def test_agents_of_without_an_agent_are_those_of_the_handlers(project: Path) -> 
         agents_of(runner, HandlerSettings(evaluator="judge.py:score"))
     with pytest.raises(AgentError, match=r"runner\.handlers\.none: name one agent"):
         agents_of(RunnerSettings(handlers={"none": HandlerSettings()}), HandlerSettings())
+
+
+@pytest.mark.parametrize(
+    ("handler", "message"),
+    [
+        ({"agent": "nowhere:solve"}, "there is no module 'nowhere' in {project}"),
+        ({"agent": "pack.nowhere:solve"}, "there is no module 'pack.nowhere' in {project}"),
+        ({"agent": "pack.solver:slove"}, "{project}/pack/solver.py does not hold 'slove', which 'pack.solver:slove' names."),
+        ({"agent": "pack/solver.py:slove"}, "{project}/pack/solver.py does not hold 'slove'"),
+        ({"agent": "pack.solver:solve", "evaluator": "nowhere:score"}, "there is no module 'nowhere'"),
+        ({"environment": "pack.solver:Game"}, "{project}/pack/solver.py does not hold 'Game'"),
+        ({"command": ["nowhere", "-x"]}, "the agent's program 'nowhere' is neither in PATH nor in {project}."),
+        ({"image": "a", "container": ContainerSettings(engine="nowhere")}, "the container engine 'nowhere' is not in PATH."),
+    ],
+)
+def test_require_loadable_with_missing_parts_raises(project: Path, handler: dict[str, Any], message: str) -> None:
+    _package(project)
+    runner = RunnerSettings(handlers={"math": HandlerSettings(**handler)})
+    with pytest.raises(AgentError) as raised:
+        require_loadable(agents_of(runner, HandlerSettings()), runner)
+    assert str(raised.value).startswith("runner.handlers.math: " + message.format(project=project))
+
+
+def test_require_loadable_imports_no_module(project: Path) -> None:
+    _package(project)
+    runner = RunnerSettings()
+    for handler in (
+        HandlerSettings(agent="pack.solver:solve", evaluator="http://127.0.0.1:1", environment="pack.solver:Outer.Inner"),
+        HandlerSettings(agent="pack/solver.py"),
+        HandlerSettings(agent="pack.solver:decorated"),
+        HandlerSettings(agent="dynamic.part:any", evaluator="dynamic:any"),
+        HandlerSettings(agent="json:loads"),
+        HandlerSettings(environment="gymnasium:CartPole-v1"),
+        HandlerSettings(command=["run.sh"], directory=Path("parts")),
+    ):
+        require_loadable(agents_of(runner, handler), runner)
+    assert not {"pack", "pack.solver", "dynamic"} & sys.modules.keys()
+
+
+def _package(project: Path) -> None:
+    for name, text in {
+        "pack/__init__.py": "raise SystemExit",
+        "pack/solver.py": "def solve(): ...\nclass Outer: ...\nrollout(name='decorated')\nraise SystemExit",
+        "dynamic.py": "def __getattr__(name): ...\nraise SystemExit",
+        "parts/run.sh": "#!/bin/sh",
+    }.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text)
+    (project / "parts" / "run.sh").chmod(0o755)
 
 
 def test_run_arguments_accept_file_before_options() -> None:
