@@ -63,6 +63,7 @@ def _list(
     from commands.console import print_table
     from runner.queue.wire import RolloutState
 
+    _require_limit(limit)
     if run is None and state is None and group is None:
         runs = _ask(config, set_, lambda client: client.runs())
         rows = ([row.run_id, *(row.states.get(state, 0) for state in RolloutState)] for row in runs)
@@ -168,8 +169,7 @@ def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **whi
     """
     from runner.queue.wire import LIST_MOST
 
-    if limit < 1:
-        raise SettingsError(f"--limit {limit} lists nothing. Give 1 or more.")
+    _require_limit(limit)
 
     async def listed(client: QueueClient) -> list[QueuedRollout]:
         rollouts: list[QueuedRollout] = []
@@ -186,6 +186,11 @@ def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **whi
     _print(rollouts[:limit])
     if len(rollouts) > limit:
         print(f"there are more than {limit}: --limit lists others", file=sys.stderr)
+
+
+def _require_limit(limit: int) -> None:
+    if limit < 1:
+        raise SettingsError(f"--limit {limit} lists nothing. Give 1 or more.")
 
 
 def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:

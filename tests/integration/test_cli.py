@@ -153,6 +153,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["run", "--tasks", "latin.txt", "--", "nowhere", "-x"], {}, 1, "the agent's program 'nowhere' is neither in PATH nor in"),
         (["up", "--set", "engine.model=m", "--", "--agent", "nowhere:f"], {}, 1, "there is no module 'nowhere' in"),
         (["queue", "dead", "--limit", "0"], {}, 2, "--limit 0 lists nothing. Give 1 or more."),
+        (["queue", "list", "--limit", "-4"], {}, 2, "--limit -4 lists nothing. Give 1 or more."),
         (
             ["prompt", "optimise", "p", "--tasks", "nowhere", "--set", "queue.url=http://127.0.0.1:9", "python"],
             {},
