@@ -32,6 +32,9 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
         with store_errors(store.url), _remedies(statement):
             answer = client.query(statement, settings=read_only_settings(client))
         client.close()
+    if not answer.result_rows:
+        print("no rows")
+        return
     print_table(answer.column_names, answer.result_rows)
 
 

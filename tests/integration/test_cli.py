@@ -260,6 +260,12 @@ def test_own_store_asks_other_users_for_its_token(tmp_path: Path) -> None:
         assert status_of(f"{store.url}/?query=SELECT+1&password=sesame") == 401
 
 
+def test_sql_command_with_empty_result_prints_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "data" / "store").mkdir(parents=True)
+    answer = spangrad("sql", "SELECT 1 AS one WHERE 0", "--set", "store.url=http://127.0.0.1:9", cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, "no rows\n"), answer.stderr
+
+
 def test_sql_command_while_store_answers_elsewhere_leaves_data_alone(tmp_path: Path) -> None:
     data = tmp_path / "data" / "store"
     data.mkdir(parents=True)
