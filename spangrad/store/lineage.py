@@ -186,7 +186,10 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
         known = ", ".join(f"{policy}@{version.version} on {version.branch}" for version in list(versions.values())[-_NEWEST:])
         where = "" if branch is None else f" on branch {branch}"
         others = f"The newest are {known}." if known else f"It knows none of {policy}."
-        raise StoreError(f"the store knows no version {policy}@{number}{where}. {others}")
+        raise StoreError(
+            f"the store knows no version {policy}@{number}{where}. {others} A version that `spangrad policy list` has and the store lacks "
+            "arrives with the next `spangrad train` or `spangrad finetune` on its branch."
+        )
     first = min(matches, key=lambda version: version.parent == version.version)
     sizes = {batch: (int(groups), int(rollouts)) for batch, groups, rollouts in _rows(client, _SIZES, policy=policy)}
     files: dict[str, list[TrainedFile]] = {}
