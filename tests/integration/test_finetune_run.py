@@ -166,7 +166,7 @@ def test_finetune_repeated_does_nothing_without_again(tmp_path: Path, base: Path
     assert weight_of(chosen) == 2 * WHOLE
     assert [version.version for version in finetuned(chosen, tmp_path / "renamed.jsonl", again=True).versions] == [7, 8, 9]
     other = settings(base, tmp_path / "policies", epochs=1)
-    with pytest.raises(TrainerError, match=r"nothing in renamed\.jsonl can be trained: of 4 rows 4 trained_before"):
+    with pytest.raises(TrainerError, match=r"renamed\.jsonl is left to train: of 4 rows 4 trained_before\. Give --again"):
         finetuned(other, tmp_path / "renamed.jsonl")
 
 

@@ -149,6 +149,8 @@ def _nothing_to_train(examples: Examples, sources: Sequence[ExampleFile], method
     files = ", ".join(source.name for source in sources)
     why = ", ".join(f"{count} {reason}" for reason, count in sorted(examples.left_out.items()))
     held = f", {len(examples.held_out)} held out" if examples.held_out else ""
+    if examples.left_out.keys() == {"trained_before"}:
+        return f"nothing in {files} is left to train: of {examples.rows} rows {why}{held}. Give --again to train them once more."
     return (
         f"nothing in {files} can be trained: of {examples.rows} rows {why or 'none is left out'}{held}. {method} reads these columns: "
         f"{_KNOWN[method]} (docs/guides/finetuning.md)."
