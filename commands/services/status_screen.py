@@ -1,6 +1,6 @@
 """Screen of `spangrad up`: a table on a terminal, lines elsewhere.
 
-In: events and the status of the services. Out: text. Invariant: where standard output is no terminal, each line is written once.
+In: events and the status of the services. Out: text. Invariant: where standard output is no terminal, nothing that was written changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from typing import Any, Self
 from rich.live import Live
 
 from commands.console import plain_console
+from spangrad.supervisor.service import ServiceState
 from spangrad.supervisor.status_text import TrainingProgress, status_table
 
+_REMINDER_SECONDS = 10.0
+"""Interval of the lines on services that start, in seconds."""
 _HINT = "Ctrl-C stops everything; `spangrad ps` shows this elsewhere"
 
 
@@ -32,13 +35,14 @@ def _lost_where_output_is() -> Generator[None]:
 
 
 class StatusScreen:
-    """The status on a terminal, updated in place; else a line for each event and each training step."""
+    """The status on a terminal, updated in place; else a line for each event, each training step and each wait for a service."""
 
     def __init__(self, directory: Path) -> None:
         """Prepare the screen; `directory` is the supervisor's, which the hint names."""
         self._console = plain_console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
         self._began = time.monotonic()
+        self._reminder = self._began + _REMINDER_SECONDS
         self._step: int | None = None
         self._hint = f"{_HINT}; logs: {directory / 'logs'}"
 
@@ -54,13 +58,18 @@ class StatusScreen:
 
     def event(self, text: str) -> None:
         """Print a line, above the table; on a disk that is full or a terminal that is closed, it is lost, and services go on."""
+        self._reminder = time.monotonic() + _REMINDER_SECONDS
         with _lost_where_output_is():
             self._console.print(f"{time.monotonic() - self._began:7.1f} s  {text}", soft_wrap=True)
 
     def show(self, status: Sequence[Mapping[str, Any]], progress: TrainingProgress | None) -> None:
-        """Update the table; without a terminal, print a line if a training step was made."""
+        """Update the table; without a terminal, print a line if a training step was made, or services start without an event for long."""
         if self._live:
             self._live.update(status_table(status, progress, self._hint))
         elif progress and progress.step is not None and progress.step != self._step:
             self._step = progress.step
             self.event(str(progress))
+        elif time.monotonic() >= self._reminder:
+            starting = [service["name"] for service in status if service["state"] == ServiceState.STARTING]
+            if starting:
+                self.event(f"waiting for {', '.join(starting)}")

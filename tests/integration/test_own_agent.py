@@ -108,4 +108,5 @@ def test_own_agent_page_commands_lead_to_trained_versions(vllm_cache: Path, tmp_
     assert states(output["spangrad ps"]) == READY
     assert "committed" in output["spangrad policy list"]
     assert "rollout" in output["spangrad lineage policy@1"]
-    assert output["spangrad down"] == "every service has ended\n"
+    stopping, ended = output["spangrad down"].splitlines()
+    assert (stopping.split()[0], ended) == ("stopping", "every service has ended")

@@ -130,3 +130,15 @@ class FullDisk(io.StringIO):
 def test_status_event_on_full_disk_is_lost_and_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", FullDisk())
     StatusScreen(tmp_path).event("starting store")
+
+
+def test_status_screen_without_terminal_names_services_that_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = [100.0]
+    status = [{"name": "store", "state": "ready"}, {"name": "engine", "state": "starting"}, {"name": "gateway", "state": "starting"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("commands.services.status_screen.time.monotonic", lambda: clock[-1])
+        screen = StatusScreen(tmp_path)
+        for seconds, shown in ((109.0, status), (111.0, status), (115.0, status), (121.5, status), (140.0, status[:1])):
+            clock.append(seconds)
+            screen.show(shown, None)
+    assert capsys.readouterr().out == "   11.0 s  waiting for engine, gateway\n   21.5 s  waiting for engine, gateway\n"
