@@ -143,12 +143,18 @@ def _show(outcomes: Sequence[Outcome]) -> None:
 
 
 def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
-    """Print the reasons of failures, each with its number and an example; and a hint if no agent called the policy."""
+    """Print the reasons of failures, each with its number and an example; and hints on rewards or calls that the table does not have."""
     failed = [outcome for outcome in outcomes if outcome.failure]
     for reason, count in Counter(outcome.failure for outcome in failed).most_common():
         example = next(outcome for outcome in failed if outcome.failure is reason)
         rollout_id = example.key.rollout_id
         print(f"{count} failed, {reason}: {_what_happened(example, runner)}; see `spangrad rollout show {rollout_id}`")
+    rewarded = [outcome for outcome in outcomes if outcome.failure is None and not outcome.reward]
+    if rewarded:
+        print(
+            f"{len(rewarded)} recorded their rewards on their own spans; see `spangrad rollout show {rewarded[0].key.rollout_id}`, or the "
+            "table spangrad.rollouts"
+        )
     if len(failed) < len(outcomes) and all(outcome.calls == 0 for outcome in outcomes):
         print("no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`")
 

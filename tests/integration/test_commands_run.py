@@ -25,6 +25,10 @@ AGENT = """
             body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "x"}]}).encode()
             urllib.request.urlopen(urllib.request.Request(endpoint + "/chat/completions", body)).read()
             return 1.0
+        if given == "self":
+            from span_processors.reward import reward
+            reward(1.0)
+            return None
         if given == "raise":
             raise RuntimeError("bad day\\nand worse")
         return given
@@ -88,6 +92,13 @@ def test_run_agents_without_policy_call_print_hint(capsys: pytest.CaptureFixture
         ["no rollout called the policy: agents find the gateway in OPENAI_BASE_URL, or in their argument `endpoint`"],
     )
     assert outcome(capsys, ["call", 1.0], agent="mine.py:odd") == (0, [])
+
+
+def test_run_agents_that_reward_themselves_name_where_rewards_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(capsys, ["call", "self"], agent="mine.py:odd") == (
+        0,
+        [f"2 recorded their rewards on their own spans; {MORE}, or the table spangrad.rollouts"],
+    )
 
 
 def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monkeypatch: pytest.MonkeyPatch) -> None:
