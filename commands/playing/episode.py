@@ -130,7 +130,7 @@ def in_words(outcome: EpisodeOutcome | MatchOutcome) -> str:
         words = ", ".join(f"return of {role} {number:+g}" for role, number in value.items()) or "no reward"
     else:
         words = "no reward" if value is None else f"return {value:+g}"
-    return f"{turns} turns, {words}, ended by: {outcome.end}"
+    return f"{turns} turn{'' if turns == 1 else 's'}, {words}, ended by: {outcome.end}"
 
 
 class ShownModel:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.playing.episode import total
+from commands.playing.episode import in_words, total
 from commands.training.agents import agent_spec
 from commands.training.play import play
 from runner.workers.agents import CallableAgent
@@ -49,7 +49,7 @@ def test_play_by_a_person_prints_each_message_and_the_end(monkeypatch: pytest.Mo
 def test_play_turns_are_replies_however_many_tools_each_calls() -> None:
     reply, result = ModelReply({"role": "assistant", "content": ""}), StepResult("", 0.5)
     outcome = EpisodeOutcome(EpisodeEnd.DONE, (), (reply,), (EpisodeStep(0, "first", result), EpisodeStep(0, "second", result)))
-    assert total(outcome) == (1.0, 1)
+    assert (total(outcome), in_words(outcome)) == ((1.0, 1), "1 turn, return +1, ended by: done")
 
 
 def test_play_as_json_has_messages_rewards_and_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
