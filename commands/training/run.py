@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import sys
 from collections import Counter, defaultdict
@@ -103,9 +104,7 @@ async def _follow(settings: Settings, agents: AgentSpec | AgentsBySource, tasks:
 
 async def _run(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Sequence[Task] | None, mode: Mode) -> list[Outcome]:
     """Run rollouts of the tasks, or finish the rollouts that are left of the run if `tasks` is None."""
-    from rich.progress import Progress
-
-    from commands.console import plain_console
+    from commands.console import rollout_progress
     from runner.runner import Runner
     from spangrad.greedy_baseline import wants_greedy
 
@@ -115,12 +114,13 @@ async def _run(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Se
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, agents, resume=tasks is None) as runner:
         size = settings.runner.group_size
-        with Progress(console=plain_console()) as progress:
-            total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
-            bar = progress.add_task("rollouts", total=total)
+        total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))
+        ended = itertools.count(1)
+        with rollout_progress("running") as show:
+            show(0, total)
 
-            def on_end(outcome: Outcome) -> None:
-                progress.update(bar, advance=1)
+            def on_end(_: Outcome) -> None:
+                show(next(ended), total)
 
             if tasks is None:
                 return await runner.finish(on_end)

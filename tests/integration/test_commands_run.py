@@ -101,6 +101,16 @@ def test_run_agents_that_reward_themselves_name_where_rewards_are(capsys: pytest
     )
 
 
+def test_run_without_terminal_logs_number_of_ended_rollouts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("commands.console._LOG_SECONDS", 0)
+    caplog.set_level("INFO")
+    outcome(capsys, ["call"], agent="mine.py:odd")
+    lines = [record.message for record in caplog.records if record.name == "spangrad"]
+    assert lines == [f"running: {ended} of 2 rollouts" for ended in range(3)]
+
+
 def test_run_reads_stored_tasks_after_the_services_answer_and_files_before(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
