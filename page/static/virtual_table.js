@@ -15,11 +15,14 @@ export class VirtualTable {
     this.after = undefined; // undefined: nothing asked yet; null: all rows are here
     this.asking = null;
     this.body = h("tbody");
+    const focused = region.contains(document.activeElement) ? document.activeElement.dataset.sort : undefined;
     this.table = h("table", { "aria-rowcount": -1 },
       h("caption", { class: "hidden" }, label),
       h("thead", {}, h("tr", {}, columns.map((column) => this.head(column, sort, onSort)))),
       this.body);
     region.replaceChildren(this.table);
+    // A table that takes another's place, since a heading was pressed, has the focus where that had it.
+    if (focused) [...region.querySelectorAll("[data-sort]")].find((button) => button.dataset.sort === focused)?.focus({ preventScroll: true });
     this.closing = new AbortController();
     const { signal } = this.closing;
     region.addEventListener("scroll", () => this.draw(), { passive: true, signal });
@@ -40,7 +43,7 @@ export class VirtualTable {
     const current = sort.sort === column.sort;
     if (current) attributes["aria-sort"] = sort.order === "asc" ? "ascending" : "descending";
     const arrow = current ? (sort.order === "asc" ? " ↑" : " ↓") : "";
-    return h("th", attributes, h("button", { type: "button", onclick: () => onSort(column.sort) }, column.title + arrow));
+    return h("th", attributes, h("button", { type: "button", "data-sort": column.sort, onclick: () => onSort(column.sort) }, column.title + arrow));
   }
 
   kind(column) {
@@ -72,12 +75,19 @@ export class VirtualTable {
     const last = Math.min(this.rows.length, Math.ceil((this.region.scrollTop + height) / ROW) + BEYOND);
     if (this.drawn !== `${first} ${last} ${this.rows.length}`) {
       this.drawn = `${first} ${last} ${this.rows.length}`;
-      const focused = document.activeElement?.closest?.("tr")?.getAttribute("aria-rowindex");
+      const focused = this.focused();
+      const control = focused ? controls(focused).indexOf(document.activeElement) : -1;
       this.body.replaceChildren(
         this.space(first), ...this.rows.slice(first, last).map((row, at) => this.row(row, first + at)), this.space(this.rows.length - last));
-      if (focused) this.body.querySelector(`tr[aria-rowindex="${focused}"] a`)?.focus({ preventScroll: true });
+      if (focused) controls(this.body.querySelector(`tr[aria-rowindex="${focused.getAttribute("aria-rowindex")}"]`))[control]?.focus({ preventScroll: true });
     }
     if (last + BEYOND >= this.rows.length) this.fill();
+  }
+
+  // The row of this table, not of another of its page, that has the focus.
+  focused() {
+    const row = document.activeElement?.closest?.("tr[aria-rowindex]");
+    return row && this.body.contains(row) ? row : null;
   }
 
   row(row, index) {
@@ -95,7 +105,7 @@ export class VirtualTable {
   key(event) {
     const step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
     if (!step || event.ctrlKey || event.metaKey || event.altKey || !this.body.querySelector("a")) return;
-    const focused = document.activeElement?.closest?.("tr")?.getAttribute("aria-rowindex");
+    const focused = this.focused()?.getAttribute("aria-rowindex");
     const index = focused ? Number(focused) - 2 + step : Math.ceil(this.region.scrollTop / ROW);
     if (index < 0 || index >= this.rows.length) return;
     event.preventDefault();
@@ -105,4 +115,8 @@ export class VirtualTable {
     this.draw();
     this.body.querySelector(`tr[aria-rowindex="${index + 2}"] a`)?.focus({ preventScroll: true });
   }
+}
+
+function controls(row) {
+  return [...(row?.querySelectorAll("a, button") ?? [])];
 }

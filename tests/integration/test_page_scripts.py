@@ -185,3 +185,33 @@ def test_virtual_table_without_links_scrolls_by_arrow_keys(visitor: Visitor) -> 
     page.locator("#list").focus()
     page.keyboard.press("ArrowDown")
     page.wait_for_function("() => document.getElementById('list').scrollTop > 0")
+
+
+def test_virtual_table_sorted_by_keyboard_keeps_the_focus_on_its_heading(visitor: Visitor) -> None:
+    page = visitor.open("/rollouts")
+    page.get_by_role("button", name="Return").focus()
+    for order in ("desc", "asc"):
+        page.keyboard.press("Enter")
+        page.wait_for_url(f"**/rollouts?sort=return&order={order}")
+        expect(page.get_by_role("button", name="Return")).to_be_focused()
+
+
+def test_virtual_table_drawn_again_leaves_the_focus_where_it_is(visitor: Visitor) -> None:
+    """Two tables of one page: neither moves the focus within a row, nor out of the other table."""
+    page = visitor.open("/actions")
+    draw = """async () => {
+        const { VirtualTable } = await import("/static/virtual_table.js");
+        const { h } = await import("/static/dom.js");
+        const columns = ["a", "b"].map((name) => ({ title: name, cell: (row) => h("a", { href: "/", id: name + row }, name) }));
+        window.tables = ["left", "right"].map((side) => {
+            const region = h("div", { class: "list", style: { height: "100px", minHeight: "0" } });
+            document.getElementById("main").append(region);
+            const rows = Array.from({ length: 60 }, (_, at) => side + at);
+            return new VirtualTable(region, { columns, label: side, more: async () => ({ rows, after: null }) });
+        });
+        for (const table of tables) await table.fill();
+        document.getElementById("bleft3").focus();
+        for (const table of tables) { table.drawn = null; table.draw(); }
+        return document.activeElement.id;
+    }"""
+    assert page.evaluate(draw) == "bleft3"
