@@ -15,7 +15,7 @@ const AGAIN = 3000; // milliseconds until another stream of events is asked for
 let drawn = "";
 
 function show(found) {
-  put("services", h("ul", { class: "plain" }, found.services.map((service) =>
+  renew("services", h("ul", { class: "plain" }, found.services.map((service) =>
     h("li", {}, h("span", { class: service.answers ? "good" : "failed" }, service.answers ? "● answers" : "○ no answer"), ` ${service.name}`,
       service.detail ? h("span", { class: "small" }, ` ${service.detail}`) : null))));
   if (found.error) {
@@ -29,7 +29,7 @@ function show(found) {
   for (const version of [...steps.keys()]) if (!found.versions.includes(version)) steps.delete(version);
   const { rollouts, newest } = found;
   const age = (milliseconds) => (milliseconds > 0 ? `${duration(rollouts.NowMs - milliseconds)} ago` : "–");
-  put("rollouts", h("dl", {},
+  renew("rollouts", h("dl", {},
     fact("Built in the last hour", h("a", { href: "/rollouts" }, number(rollouts.Built))),
     fact("Succeeded", rollouts.Built ? `${Math.round((100 * rollouts.Succeeded) / rollouts.Built)} %` : "–"),
     fact("Mean return", rollouts.Built ? returned(rollouts.Mean, rollouts.MeanByRole) : "–"),
@@ -51,15 +51,28 @@ function show(found) {
   }
 }
 
+// Replaces what an element holds; a link that has the focus is found again by its address.
+function renew(id, content) {
+  const focused = document.getElementById(id).contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  const element = put(id, content);
+  if (focused) [...element.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+}
+
+// A screen reader reads the state out again whenever it is written, changed or not.
+function say(state) {
+  const live = document.getElementById("live");
+  if (live.textContent !== state) live.textContent = state;
+}
+
 function listen() {
   const events = new EventSource("/events/overview");
   events.addEventListener("message", (event) => {
     show(JSON.parse(event.data));
-    put("live", "live");
+    say("live");
     ready();
   });
   events.addEventListener("error", async () => {
-    put("live", "not connected: trying again");
+    say("not connected: trying again");
     if (events.readyState !== EventSource.CLOSED) return; // it connects again by itself
     await ask("/api/overview").catch(() => null); // without a login it leads there
     setTimeout(listen, AGAIN);

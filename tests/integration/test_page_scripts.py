@@ -90,6 +90,18 @@ def test_overview_without_a_store_shows_services_and_the_problem(visitor: Visito
     expect(page.locator("#problem")).to_have_text("no store answers")
 
 
+def test_overview_news_leave_the_focus_and_the_state_as_they_are(visitor: Visitor) -> None:
+    page = visitor.open("/")
+    page.get_by_role("definition").get_by_role("link").first.focus()
+    page.evaluate("""() => {
+        window.said = 0;
+        new MutationObserver(() => window.said++).observe(document.getElementById("live"), { childList: true });
+        document.activeElement.dataset.old = "yes";
+    }""")
+    expect(page.locator("a[data-old]")).to_have_count(0)
+    assert page.evaluate("[document.activeElement.getAttribute('href'), window.said]") == ["/rollouts", 0]
+
+
 def test_overview_stream_without_a_login_leads_to_it(visitor: Visitor) -> None:
     for path in ("events", "api"):
         visitor.page.route(f"**/{path}/overview", lambda route: route.fulfill(status=401, body="this page asks for its token"))
