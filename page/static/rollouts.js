@@ -68,6 +68,7 @@ async function numbers(chosen, signal) {
     found = await ask(address("/api/rollouts/numbers", condition), { signal });
   } catch (error) {
     if (error.name === "AbortError") return; // of a filter that another has replaced
+    for (const id of ["count", "histogram", "outcomes"]) put(id); // those are of the filter before
     throw error;
   }
   const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";

@@ -122,6 +122,17 @@ def test_rollouts_numbers_of_an_older_filter_do_not_replace_the_newer(visitor: V
     expect(page.locator("#count")).to_contain_text("1 rollouts.")
 
 
+def test_rollouts_numbers_of_the_filter_before_are_not_shown_beside_a_refusal(visitor: Visitor) -> None:
+    page = visitor.open("/rollouts")
+    expect(page.locator("#outcomes a")).not_to_have_count(0)
+    page.get_by_label("Version").fill("newest")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.get_by_role("alert")).to_contain_text("version = 'newest' is no version")
+    expect(page.locator("#count")).to_have_text("")
+    expect(page.locator("#outcomes a")).to_have_count(0)
+    visitor.faults.clear()  # the browser reports the status
+
+
 def test_call_page_late_texts_do_not_replace_the_tokens(visitor: Visitor) -> None:
     held: list[Route] = []
     answer_call(visitor.page)
