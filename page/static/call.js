@@ -22,7 +22,9 @@ document.getElementById("steps").hidden = call.trained.length < 2;
 const conclusion = { transition: `transition, turn ${call.conclusion.turn}`, drop: `dropped: ${call.conclusion.reason} ${call.conclusion.detail ?? ""}`,
   unbuilt: "not built" }[call.conclusion.kind];
 const logprobs = call.response.logprobs;
-const mean = logprobs.length ? logprobs.reduce((sum, value) => sum + value, 0) / logprobs.length : null;
+// A value that is no number is null in JSON, which would count as 0.
+const finite = (value) => value !== undefined && value !== null;
+const mean = logprobs.length && logprobs.every(finite) ? logprobs.reduce((sum, value) => sum + value, 0) / logprobs.length : null;
 facts("facts", [
   fact("Rollout", h("a", { href: address("/rollout", { id: call.rollout }) }, call.rollout)),
   fact("Became", h("span", { class: `tag ${call.conclusion.kind === "drop" ? "drop" : "kept"}` }, conclusion)),
@@ -57,7 +59,7 @@ const advantage = () => chosen()?.Advantage ?? null;
 const entropy = (index) => chosen()?.entropies[index] ?? null;
 function ratio(index) {
   const trainers = chosen()?.logprobs[index];
-  return trainers === undefined || logprobs[index] === undefined ? null : Math.exp(trainers - logprobs[index]);
+  return finite(trainers) && finite(logprobs[index]) ? Math.exp(trainers - logprobs[index]) : null;
 }
 
 const distinct = [...new Set(call.versions.map(([, version]) => version))];
@@ -68,7 +70,7 @@ function colour(part, index) {
   if (part === "prompt") return "";
   if (overlay.value === "logprob") {
     const value = logprobs[index];
-    return value === undefined || value === null ? "" : `surprise-${Math.min(6, Math.floor(-value * 1.5))}`;
+    return !finite(value) ? "" : `surprise-${Math.max(0, Math.min(6, Math.floor(-value * 1.5)))}`;
   }
   if (overlay.value === "version") return `version-${distinct.indexOf(versionAt(index)) % VERSION_COLOURS}`;
   if (overlay.value === "ratio") return ratio(index) === null ? "" : `ratio-${Math.max(-3, Math.min(3, Math.round(Math.log(ratio(index)) / RATIO_STEP)))}`;
@@ -106,7 +108,7 @@ function describe(part, sequence, index) {
   if (sequence.pieces) words.push(`text ${JSON.stringify(sequence.pieces[index])}`);
   if (part === "response") {
     const value = logprobs[index];
-    if (value !== undefined && value !== null) words.push(`logprob ${number(value, 4)}`, `probability ${number(Math.exp(value), 3)}`);
+    if (finite(value)) words.push(`logprob ${number(value, 4)}`, `probability ${number(Math.exp(value), 3)}`);
     if (versionAt(index) !== null) words.push(`version ${versionAt(index)}`);
     const others = alternatives.length <= call.response.ids.length ? alternatives[index] ?? [] : [];
     if (others.length) words.push(`likeliest: ${others.map((other) => `${JSON.stringify(other.token)} ${number(Math.exp(other.logprob), 3)}`).join(", ")}`);

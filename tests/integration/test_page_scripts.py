@@ -155,6 +155,20 @@ def test_call_page_tokens_of_a_folded_prompt_have_their_own_numbers(visitor: Vis
     expect(page.locator("#token")).to_contain_text("token 1 of the response")
 
 
+def test_call_page_logprob_that_is_no_number_counts_nowhere(visitor: Visitor) -> None:
+    response = {"ids": [17, 18], "pieces": None, "logprobs": [-1.0, None]}
+    training = {"Policy": POLICY, "Branch": "main", "Version": 1, "logprobs": [None, -1.0], "entropies": []}
+    answer_call(visitor.page)
+    call = {**CALL, "response": response, "trained": [training]}
+    visitor.page.route("**/api/call?*", lambda route: route.fulfill(json=call))
+    page = visitor.open(f"{CALL_PATH}&overlay=ratio")
+    expect(page.locator(".fact", has_text="Mean logprob").locator("dd")).to_have_text("\u2013")
+    for index in (0, 1):
+        page.locator("#response .token").nth(index).hover()
+        expect(page.locator("#token")).to_contain_text(f"token {index + 1} of the response")
+        expect(page.locator("#token")).not_to_contain_text("importance ratio")
+
+
 def test_number_keeps_all_digits_before_the_point(visitor: Visitor) -> None:
     page = visitor.open("/queue")
     shown = "async (values) => { const { number } = await import('/static/dom.js'); return values.map((value) => number(value)); }"
