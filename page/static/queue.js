@@ -28,7 +28,7 @@ function many(label, rollouts, action, question) {
 
 function lastAttempt({ attempts }) {
   const last = attempts.at(-1);
-  return last ? `${last.attempt}: ${last.ended_at ? [last.reason ?? "succeeded", last.detail].filter(Boolean).join(" ") : "under way"}, began ${time(last.began_at * 1000)}` : "none";
+  return last ? `${last.attempt}: ${last.ended_at ? [last.reason ?? "succeeded", last.detail].filter(Boolean).join(" ") : "under way"}, began ${time(last.began_at * 1000)} UTC` : "none";
 }
 
 const columns = [

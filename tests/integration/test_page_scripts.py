@@ -252,3 +252,12 @@ def test_virtual_table_drawn_again_leaves_the_focus_where_it_is(visitor: Visitor
         return document.activeElement.id;
     }"""
     assert page.evaluate(draw) == "bleft3"
+
+
+def test_queue_page_last_attempt_has_its_time_zone(visitor: Visitor) -> None:
+    attempts = [{"attempt": 0, "began_at": 0.5, "ended_at": None}]
+    names = {"rollout_id": "r", "run_id": "run", "group_id": "g", "mode": "train", "worker": "w"}
+    rollout = {**names, "state": "running", "attempts_left": 0, "attempts": attempts}
+    visitor.page.route("**/api/queue", lambda route: route.fulfill(json={"runs": [], "rows": [rollout], "after": None}))
+    page = visitor.open("/queue")
+    expect(page.locator("#rollouts tbody")).to_contain_text("0: under way, began 1970-01-01 00:00:00 UTC")
