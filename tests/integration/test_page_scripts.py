@@ -261,3 +261,18 @@ def test_queue_page_last_attempt_has_its_time_zone(visitor: Visitor) -> None:
     visitor.page.route("**/api/queue", lambda route: route.fulfill(json={"runs": [], "rows": [rollout], "after": None}))
     page = visitor.open("/queue")
     expect(page.locator("#rollouts tbody")).to_contain_text("0: under way, began 1970-01-01 00:00:00 UTC")
+
+
+def test_number_is_on_one_line_with_its_unit(visitor: Visitor) -> None:
+    page = visitor.open("/actions")
+    lines = """() => {
+        const cell = document.createElement("span");
+        cell.className = "number";
+        const box = document.createElement("div");
+        box.style.width = "1px";
+        box.append(cell);
+        document.getElementById("main").append(box);
+        cell.textContent = "1.5 s";
+        return cell.getClientRects().length;
+    }"""
+    assert page.evaluate(lines) == 1
