@@ -9,7 +9,8 @@ const rows = group === null ? [] : (await ask(address("/api/rollouts", { run: pa
 // One that was built by several specifications is one rollout.
 const known = new Map(rows.toReversed().map((row) => [row.RolloutId, row]));
 const ids = [...new Set([...parameters.getAll("rollout"), ...rows.map((row) => row.RolloutId)])].slice(0, MOST);
-const returns = [...known.values()].map((row) => row.Return).filter((value) => value !== null);
+// The greedy rollout of a group is what others are compared with, and no part of their mean.
+const returns = [...known.values()].filter((row) => row.Mode !== "greedy").map((row) => row.Return).filter((value) => value !== null);
 const baseline = returns.length ? returns.reduce((sum, value) => sum + value, 0) / returns.length : null;
 title(group === null ? "Rollouts side by side" : `Group ${group}`);
 put("facts", h("dl", {}, fact("Rollouts", known.size > MOST ? `${MOST} of ${known.size}, by return` : String(ids.length)),
@@ -20,7 +21,7 @@ const columns = ids.map((id) => {
   const row = known.get(id);
   const advantages = trained.filter((step) => step.RolloutId === id).map((step) =>
     [h("a", { href: address("/version", { policy: step.Policy, branch: step.Branch, version: step.Version }) }, `${number(step.Advantage)} in ${step.Policy}@${step.Version}`), " "]);
-  const head = h("dl", {}, fact("Return", row ? returned(row.Return, row.ReturnsByRole) : "–"),
+  const head = h("dl", {}, row?.Mode === "greedy" ? fact("Mode", row.Mode) : null, fact("Return", row ? returned(row.Return, row.ReturnsByRole) : "–"),
     row && row.Return !== null && baseline !== null ? fact("Return less the mean", number(row.Return - baseline)) : null,
     fact("Mean advantage", advantages.length ? advantages : "not trained"));
   const conversation = h("div", {}, h("p", {}, "Reading…"));

@@ -276,3 +276,15 @@ def test_number_is_on_one_line_with_its_unit(visitor: Visitor) -> None:
         return cell.getClientRects().length;
     }"""
     assert page.evaluate(lines) == 1
+
+
+def test_beside_page_greedy_rollout_is_no_part_of_the_mean(visitor: Visitor) -> None:
+    row = {"ReturnsByRole": {}, "RunId": "run", "GroupId": "g"}
+    rows = [{**row, "RolloutId": mode, "Mode": mode, "Return": value} for mode, value in (("greedy", 3.0), ("train", 1.0))]
+    rollout = {"rollout": "r", "spans": [], "rewards": [], "failure": ""}
+    visitor.page.route("**/api/rollouts?*", lambda route: route.fulfill(json={"rows": rows, "after": None}))
+    visitor.page.route("**/api/beside/advantages?*", lambda route: route.fulfill(json=[]))
+    visitor.page.route("**/api/rollout?*", lambda route: route.fulfill(json=rollout))
+    page = visitor.open("/beside?run=run&group=g")
+    expect(page.locator("#facts dd")).to_have_text(["2", "1"])
+    expect(page.locator(".column dt", has_text="Mode")).to_have_count(1)
