@@ -6,14 +6,13 @@ built meanwhile neither repeat nor hide a row.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from page.encoding import csv_line
+from page.encoding import csv_line, encode
 from page.reading import PageStore
 from page.rollouts.filters import HAS_RETURN, KEY, RolloutFilter, RolloutOrder, cursor_of
 from page.rollouts.text_search import rollouts_with
@@ -159,7 +158,7 @@ def export(store: PageStore, rollouts: RolloutFilter, order: RolloutOrder, form:
 
 
 def _json_lines(rows: list[dict[str, Any]], first: bool) -> bytes:
-    return "".join(f"{json.dumps(row, default=str)}\n" for row in rows).encode()
+    return b"".join(encode(row) + b"\n" for row in rows)
 
 
 def _csv_rows(rows: list[dict[str, Any]], first: bool) -> bytes:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
-from page.rollouts.listing import BINS, numbers_of, page_of
+from page.rollouts.listing import BINS, export, numbers_of, page_of
 from page.training import version_view
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
@@ -102,3 +103,9 @@ def test_overview_rollout_of_two_revisions_counts_once_as_its_newest(store: Stor
     insert(store, "builds", [first, newest, build(run, "old", {"": 5.0})])
     rollouts = OverviewReader(page_store, Settings(store=store)).read()["rollouts"]
     assert (rollouts["Built"], rollouts["Succeeded"], rollouts["Mean"], rollouts["Drops"]) == (1, 1, 1.0, 2)
+
+
+def test_export_return_that_is_no_number_is_null_in_json(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    insert(store, "builds", [build(run, "a", {"": math.inf})])
+    (line,) = b"".join(export(page_store, RolloutFilter(run=run), RolloutOrder(), "jsonl")).splitlines()
+    assert msgspec.json.decode(line)["Return"] is None
