@@ -40,6 +40,7 @@ THREADS = 6
 """Largest number of requests that read the store at the same time."""
 _FORM_BYTES = 32_768
 """Largest body of a request, in bytes: 6,000 characters of a task or a reply, whichever they are, and what belongs to them."""
+_ABSENT = "the store holds nothing that this address names: it has expired, or has not arrived yet. /rollouts lists what is there."
 log = logging.getLogger(__name__)
 
 
@@ -172,9 +173,7 @@ class _Page:
 
     async def _json(self, answer: Answer, request: web.Request) -> web.Response:
         content = await self._in_thread(lambda: _encoded(answer(request.query)))
-        if content is None:
-            raise web.HTTPNotFound
-        return json_answer(content)
+        return error_answer(_ABSENT, 404) if content is None else json_answer(content)
 
     async def _overview_json(self, request: web.Request) -> web.Response:
         overview = await self._overview()
@@ -188,7 +187,7 @@ class _Page:
     async def _download(self, answer: Answer, request: web.Request) -> web.StreamResponse:
         name, parts = await self._in_thread(lambda: answer(request.query))
         if parts is None:
-            raise web.HTTPNotFound
+            return error_answer(_ABSENT, 404)
         response = web.StreamResponse(
             headers={**HEADERS, "Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
         )
