@@ -64,19 +64,28 @@ function say(state) {
   if (live.textContent !== state) live.textContent = state;
 }
 
+// A browser has few connections to a server, and a stream holds one: tabs out of sight have none, so that others load.
+let events = null;
+
 function listen() {
-  const events = new EventSource("/events/overview");
+  if (document.hidden) return; // it listens once it is seen
+  events = new EventSource("/events/overview");
   events.addEventListener("message", (event) => {
     show(JSON.parse(event.data));
     say("live");
     ready();
   });
-  events.addEventListener("error", async () => {
+  events.addEventListener("error", async ({ target }) => {
     say("not connected: trying again");
-    if (events.readyState !== EventSource.CLOSED) return; // it connects again by itself
+    if (target.readyState !== EventSource.CLOSED) return; // it connects again by itself
     await ask("/api/overview").catch(() => null); // without a login it leads there
-    setTimeout(listen, AGAIN);
+    setTimeout(() => events === target && listen(), AGAIN);
   });
 }
+
+document.addEventListener("visibilitychange", () => {
+  events?.close();
+  listen();
+});
 
 listen();

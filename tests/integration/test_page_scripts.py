@@ -288,3 +288,16 @@ def test_beside_page_greedy_rollout_is_no_part_of_the_mean(visitor: Visitor) -> 
     page = visitor.open("/beside?run=run&group=g")
     expect(page.locator("#facts dd")).to_have_text(["2", "1"])
     expect(page.locator(".column dt", has_text="Mode")).to_have_count(1)
+
+
+def test_overview_out_of_sight_holds_no_stream_and_listens_when_seen(visitor: Visitor) -> None:
+    """A browser has six connections to a server: as many overviews in sight would leave none for another view."""
+    page = visitor.open("/")
+    see = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/events/overview")):
+        page.evaluate(see, True)
+    with page.expect_request("**/events/overview"):
+        page.evaluate(see, False)
