@@ -11,6 +11,7 @@ const CHARTS = {
   Drops: { drops: "drops" },
 };
 const steps = new Map(); // by version: the server sends each step once, and again where it changed
+const SILENT = 12000; // milliseconds without news from which on they are late: they come every three seconds
 const AGAIN = 3000; // milliseconds until another stream of events is asked for
 let drawn = "";
 
@@ -66,6 +67,7 @@ function say(state) {
 
 // A browser has few connections to a server, and a stream holds one: tabs out of sight have none, so that others load.
 let events = null;
+let late = 0; // timer
 
 function listen() {
   if (document.hidden) return; // it listens once it is seen
@@ -73,9 +75,12 @@ function listen() {
   events.addEventListener("message", (event) => {
     show(JSON.parse(event.data));
     say("live");
+    clearTimeout(late);
+    late = setTimeout(say, SILENT, "no news: the store is slow, or does not answer");
     ready();
   });
   events.addEventListener("error", async ({ target }) => {
+    clearTimeout(late);
     say("not connected: trying again");
     if (target.readyState !== EventSource.CLOSED) return; // it connects again by itself
     await ask("/api/overview").catch(() => null); // without a login it leads there
@@ -85,6 +90,7 @@ function listen() {
 
 document.addEventListener("visibilitychange", () => {
   events?.close();
+  clearTimeout(late);
   listen();
 });
 

@@ -301,3 +301,16 @@ def test_overview_out_of_sight_holds_no_stream_and_listens_when_seen(visitor: Vi
         page.evaluate(see, True)
     with page.expect_request("**/events/overview"):
         page.evaluate(see, False)
+
+
+def test_overview_without_news_shows_that_the_store_is_slow(visitor: Visitor) -> None:
+    visitor.page.clock.install()
+    page = visitor.open("/")
+    page.evaluate("""() => {
+        window.states = [];
+        const live = document.getElementById("live");
+        new MutationObserver(() => states.push(live.textContent)).observe(live, { childList: true });
+    }""")
+    page.clock.fast_forward(13_000)
+    page.wait_for_function("() => states.at(-1) === 'live'")
+    assert page.evaluate("states[0]") == "no news: the store is slow, or does not answer"
