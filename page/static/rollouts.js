@@ -38,6 +38,7 @@ function show() {
   document.getElementById("export-csv").href = address("/rollouts.csv", chosen);
   document.getElementById("export-jsonl").href = address("/rollouts.jsonl", chosen);
   put("searched");
+  put("count", "Reading…");
   table?.close();
   asking.abort();
   asking = new AbortController();

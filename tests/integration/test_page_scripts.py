@@ -314,3 +314,13 @@ def test_overview_without_news_shows_that_the_store_is_slow(visitor: Visitor) ->
     page.clock.fast_forward(13_000)
     page.wait_for_function("() => states.at(-1) === 'live'")
     assert page.evaluate("states[0]") == "no news: the store is slow, or does not answer"
+
+
+def test_rollouts_count_of_the_filter_before_is_not_shown_while_the_store_is_slow(visitor: Visitor) -> None:
+    held: list[Route] = []
+    page = visitor.open("/rollouts")
+    page.route("**/api/rollouts/numbers?outcome=a", lambda route: held.append(route))
+    choose(page, "a")
+    expect(page.locator("#count")).to_have_text("Reading\u2026")
+    held[0].continue_()
+    expect(page.locator("#count")).to_contain_text("2 rollouts.")
