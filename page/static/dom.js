@@ -114,6 +114,13 @@ export function returned(value, byRole) {
   return value === null && roles.length ? roles.map(([role, of]) => `${role} ${number(of)}`).join(", ") : number(value);
 }
 
+// A share of a whole in percent: 0 and 100 are none and all, never almost.
+export function percent(part, whole) {
+  const rounded = Math.round((100 * part) / whole);
+  if (rounded === 0 && part > 0) return "< 1 %";
+  return rounded === 100 && part < whole ? "> 99 %" : `${rounded} %`;
+}
+
 export function counted(count, noun) {
   return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 }

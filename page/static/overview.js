@@ -1,5 +1,5 @@
 // The overview, live: services, rollouts of the last hour, and curves of the newest steps.
-import { address, ask, clearProblem, duration, fact, h, number, put, ready, returned, visible } from "/static/dom.js";
+import { address, ask, clearProblem, duration, fact, h, number, percent, put, ready, returned, visible } from "/static/dom.js";
 import { chart, curves, emptied, IDLE } from "/static/charts.js";
 
 const CHARTS = {
@@ -32,7 +32,7 @@ function show(found) {
   const age = (milliseconds) => (milliseconds > 0 ? `${duration(rollouts.NowMs - milliseconds)} ago` : "–");
   renew("rollouts", h("dl", {},
     fact("Built in the last hour", h("a", { href: "/rollouts" }, number(rollouts.Built))),
-    fact("Succeeded", rollouts.Built ? `${Math.round((100 * rollouts.Succeeded) / rollouts.Built)} %` : "–"),
+    fact("Succeeded", rollouts.Built ? percent(rollouts.Succeeded, rollouts.Built) : "–"),
     fact("Mean return", rollouts.Built ? returned(rollouts.Mean, rollouts.MeanByRole) : "–"),
     fact("Last build", age(rollouts.LastMs)),
     fact("Ended, not built yet", number(rollouts.Waiting), rollouts.Waiting ? `, the oldest for ${duration(rollouts.NowMs - rollouts.OldestMs)}` : ""),

@@ -1,5 +1,5 @@
 // The list of rollouts: filters, a table of any length, numbers and a histogram beside it. The address holds all of it.
-import { address, ask, clearProblem, counted, duration, h, number, put, ready, returned, time } from "/static/dom.js";
+import { address, ask, clearProblem, counted, duration, h, number, percent, put, ready, returned, time } from "/static/dom.js";
 import { VirtualTable } from "/static/virtual_table.js";
 
 const filters = document.getElementById("filters");
@@ -72,7 +72,7 @@ async function numbers(chosen, signal) {
     for (const id of ["count", "histogram", "outcomes"]) put(id); // those are of the filter before
     throw error;
   }
-  const succeeded = found.Count ? ` ${Math.round((100 * found.Succeeded) / found.Count)} % succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";
+  const succeeded = found.Count ? ` ${percent(found.Succeeded, found.Count)} succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";
   put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);
   const largest = Math.max(1, ...found.Histogram.map((bin) => bin.count));
   put("histogram", found.Histogram.length ? h("ol", {}, found.Histogram.map((bin) => {

@@ -176,6 +176,12 @@ def test_number_keeps_all_digits_before_the_point(visitor: Visitor) -> None:
     assert page.evaluate(shown, values) == ["1,235", "1,234", "1,000", "-45,679", "0.123", "100", "1.23e-5"]
 
 
+def test_percent_of_almost_none_or_all_is_neither_0_nor_100(visitor: Visitor) -> None:
+    page = visitor.open("/actions")
+    shown = "async (parts) => { const { percent } = await import('/static/dom.js'); return parts.map((part) => percent(part, 1000)); }"
+    assert page.evaluate(shown, [0, 1, 500, 999, 1000]) == ["0 %", "< 1 %", "50 %", "> 99 %", "100 %"]
+
+
 @pytest.mark.parametrize("values", [[0.9975, 0.9985], [1234.1, 1234.4], [0.0, 1.0]])
 def test_chart_ticks_differ_from_each_other(visitor: Visitor, values: list[float]) -> None:
     page = visitor.open("/queue")
