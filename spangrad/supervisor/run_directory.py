@@ -24,6 +24,8 @@ from spangrad.supervisor.service import ServiceState
 
 LOCK = ".spangrad-run"
 """Name of the file that marks a directory as a run's; its owner holds a lock on it and has written into it which process it is."""
+CLEARED = ".spangrad-cleared"
+"""Name of the file that marks a directory whose files are all of a run that may clear it: `spangrad up` keeps those that it finds."""
 STATUS = "status.json"
 PREDECESSOR_SECONDS = 15.0
 """Time beyond the longest grace of the services of an owner that was killed, in seconds, in which they must have ended."""
@@ -112,11 +114,12 @@ class RunDirectory:
         (self.path / STATUS).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete everything in the directory but the lock."""
+        """Mark the directory as one that may be cleared, and delete everything else in it but the lock."""
+        (self.path / CLEARED).touch()
         for entry in self.path.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
-            elif entry.name != LOCK:
+            elif entry.name not in {LOCK, CLEARED}:
                 entry.unlink()
 
     def publish(self, status: Mapping[str, object]) -> None:
@@ -134,13 +137,13 @@ class RunDirectory:
 
 
 def fresh_directory(path: Path) -> RunDirectory:
-    """Return a run's directory that is new, or is empty, or was created by an earlier run; the caller enters it, then clears it.
+    """Return a run's directory that is new, or is empty, or was cleared by an earlier run; the caller enters it, then clears it.
 
     Raises:
-        SpangradError: the directory is not empty, and no earlier run created it.
+        SpangradError: the directory is not empty, and no earlier run cleared it.
     """
-    if path.is_dir() and any(path.iterdir()) and not (path / LOCK).exists():
-        raise SpangradError(f"{path} is not empty and no earlier run made it. Name another --directory.")
+    if path.is_dir() and any(entry.name != LOCK for entry in path.iterdir()) and not (path / CLEARED).exists():
+        raise SpangradError(f"{path} is not empty, and not of an earlier run that may be deleted. Name another --directory.")
     return RunDirectory(path)
 
 

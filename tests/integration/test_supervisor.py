@@ -369,19 +369,22 @@ def test_up_names_service_of_killed_run_that_does_not_end(tmp_path: Path, monkey
 
 
 def test_run_directory_has_one_owner_and_keeps_foreign_files(tmp_path: Path) -> None:
-    run = tmp_path / "run"
+    run, kept = tmp_path / "run", tmp_path / "up"
     with fresh_directory(run) as owned:
         (run / "old").touch()
         (run / "logs").mkdir()
         owned.clear()
-        assert [path.name for path in run.iterdir()] == [".spangrad-run"]
+        assert {path.name for path in run.iterdir()} == {".spangrad-run", ".spangrad-cleared"}
         with pytest.raises(SpangradError, match=f"process {os.getpid()} on .* runs in .*run already. Stop it"), RunDirectory(run):
             pass
     with fresh_directory(run):
         pass
+    with RunDirectory(kept):
+        (kept / "policies").mkdir()
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(SpangradError, match="no earlier run made it"):
-        fresh_directory(tmp_path)
+    for foreign in (kept, tmp_path):
+        with pytest.raises(SpangradError, match="is not empty, and not of an earlier run that may be deleted"):
+            fresh_directory(foreign)
 
 
 def test_up_twice_and_down_without_up_print_one_sentence(tmp_path: Path) -> None:
