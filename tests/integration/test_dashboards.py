@@ -283,7 +283,7 @@ def test_rollouts_dashboard_with_duplicate_spans_counts_once(ask: Ask) -> None:
         ("Ok", 1, 1, 7, 2, 1, 0),
         ("Ok", 0, 1, 7, 2, 1, 1),
         ("crash", None, 0, 0, 0, 0, 0),
-        ("Ok", None, 1, 0, 0, 0, 0),
+        ("Ok", 0, 1, 0, 0, 0, 0),
     ]
 
 

@@ -138,6 +138,8 @@ def _fork(connection: socket.socket, others: list[socket.socket]) -> int:
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
             os.close(fd)
+        # The server's own remembers whether its file was one that seeks.
+        sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", buffering=1 if os.isatty(1) else -1, closefd=False)
         _run(arguments, environment, directory)
         code = 0
     except SystemExit as error:
