@@ -33,14 +33,14 @@ def _repair(message: Message) -> None:
     known = descriptor_pool.Default()
     for field, value in message.ListFields():
         if field.message_type:
-            for each in value if field.is_repeated else (value,):
+            for each in (value,) if isinstance(value, Message) else value:
                 _repair(each)
         elif known.FindFieldByName(field.full_name).type != FieldDescriptor.TYPE_STRING:
             continue
-        elif field.is_repeated:
-            value[:] = map(_utf8, value)
-        else:
+        elif isinstance(value, bytes):
             setattr(message, field.name, _utf8(value))
+        else:
+            value[:] = map(_utf8, value)
 
 
 def _utf8(text: bytes) -> bytes:
