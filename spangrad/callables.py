@@ -76,9 +76,11 @@ def require(reference: str, directory: Path) -> None:
     """
     module_name, path = split(reference)
     file = Path(module_name) if is_file(reference) else _module_file(module_name, directory)
-    if file is None or not path:
+    name = (path or "").partition(".")[0]
+    # A module of a zip archive is no file; Python reads other letters by an encoding, and in a normal form, that it alone knows.
+    if file is None or not file.is_file() or not name.isascii() or not name:
         return
-    source, name = file.read_bytes(), path.partition(".")[0]
+    source = file.read_bytes()
     if not (re.search(rb"\b%b\b" % re.escape(name.encode()), source) or _DYNAMIC.search(source)):
         raise AgentError(f"{file} does not hold {name!r}, which {reference!r} names. Define it there, or fix the name.")
 

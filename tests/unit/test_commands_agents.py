@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -109,13 +110,17 @@ def test_require_loadable_with_missing_parts_raises(project: Path, handler: dict
     assert str(raised.value).startswith("runner.handlers.math: " + message.format(project=project))
 
 
-def test_require_loadable_imports_no_module(project: Path) -> None:
+def test_require_loadable_imports_no_module(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _package(project)
+    with ZipFile(project / "archive.zip", "w") as archive:
+        archive.writestr("zipped.py", "def score(): ...")
+    monkeypatch.syspath_prepend(str(project / "archive.zip"))
     runner = RunnerSettings()
     for handler in (
         HandlerSettings(agent="pack.solver:solve", evaluator="http://127.0.0.1:1", environment="pack.solver:Outer.Inner"),
         HandlerSettings(agent="pack/solver.py"),
         HandlerSettings(agent="pack.solver:decorated"),
+        HandlerSettings(agent="pack.solver:löse", evaluator="zipped:score"),
         HandlerSettings(agent="dynamic.part:any", evaluator="dynamic:any"),
         HandlerSettings(agent="json:loads"),
         HandlerSettings(environment="gymnasium:CartPole-v1"),
@@ -128,12 +133,12 @@ def test_require_loadable_imports_no_module(project: Path) -> None:
 def _package(project: Path) -> None:
     for name, text in {
         "pack/__init__.py": "raise SystemExit",
-        "pack/solver.py": "def solve(): ...\nclass Outer: ...\nrollout(name='decorated')\nraise SystemExit",
+        "pack/solver.py": "def solve(): ...\ndef löse(): ...\nclass Outer: ...\nrollout(name='decorated')\nraise SystemExit",
         "dynamic.py": "def __getattr__(name): ...\nraise SystemExit",
         "parts/run.sh": "#!/bin/sh",
     }.items():
         (project / name).parent.mkdir(exist_ok=True)
-        (project / name).write_text(text)
+        (project / name).write_text(text, "utf-8")
     (project / "parts" / "run.sh").chmod(0o755)
 
 
