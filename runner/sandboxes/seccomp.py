@@ -37,10 +37,14 @@ _INT = 0xFFFFFFFF
 """Bits of an argument that the kernel takes for an int."""
 _SOCKET_TYPE = 0xF
 """Bits of a socket's type, without its flags."""
+_OTHER_PROCESSES = (
+    ("prlimit64", 0), ("setpriority", 0), ("setpriority", 1), ("ioprio_set", 1),
+    ("sched_setattr", 0), ("sched_setparam", 0), ("sched_setscheduler", 0),
+)  # fmt: skip
+"""System calls that change another process where this argument is not 0; a program's own limits and priority are its to change.
 
-
-_OTHER_PROCESSES = (("prlimit64", 0), ("setpriority", 0), ("setpriority", 1), ("ioprio_set", 1))
-"""System calls that change another process where this argument is not 0; a program's own limits and priority are its to change."""
+`sched_setaffinity` stays: programs set the processors of their threads by it, which are not 0 either.
+"""
 
 
 def write_filter(file: Path, *, shared_network: bool, shared_ipc: bool) -> None:

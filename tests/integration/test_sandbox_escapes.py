@@ -47,6 +47,7 @@ ATTACKS: dict[str, tuple[str, frozenset[SandboxRung]]] = {
     "signal_process": ("signal a process outside", BOTH),
     "limit_process": ("change the limits of a process outside", BOTH),
     "slow_process": ("lower the priority of a process outside", BOTH),
+    "schedule_process": ("leave a process outside only idle processors", BOTH),
     "trace_process": ("trace a process outside", BOTH),
     "signal_worker": ("signal the process that started it", BOTH),
     "memory_of_process": ("read the memory of a process outside (/proc/PID/mem)", BOTH),

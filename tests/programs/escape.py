@@ -95,6 +95,10 @@ def slow_process(facts: dict[str, Any]) -> None:
     os.setpriority(os.PRIO_PROCESS, facts["pid"], 19)
 
 
+def schedule_process(facts: dict[str, Any]) -> None:
+    os.sched_setscheduler(facts["pid"], os.SCHED_IDLE, os.sched_param(0))
+
+
 def change_mode(facts: dict[str, Any]) -> None:
     Path(facts["own"]).chmod(0o644)
 
