@@ -21,7 +21,7 @@ def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     from spangrad.leases import is_here, pid_of, shown
     from spangrad.processes import wait_until
     from spangrad.supervisor.run_directory import none_runs, owner_of, status_of
-    from spangrad.supervisor.service import ServiceState, stop_seconds
+    from spangrad.supervisor.service import stop_seconds
 
     directory = resolve(config, set_).up.directory
     owner = owner_of(directory)
@@ -38,7 +38,7 @@ def down(*, config: ConfigFile = None, set_: Overrides = None) -> None:
         raise SpangradError(f"`spangrad up` in {directory}, {shown(owner)}, belongs to another user. Call this as that user.") from None
     except ProcessLookupError:
         pass  # it has just ended
-    names = [service["name"] for service in services if service["state"] != ServiceState.STOPPED]
-    print(f"stopping {', '.join(reversed(names))}", file=sys.stderr, flush=True)
+    names = [service["name"] for service in services if service["pid"] is not None]
+    print(f"stopping {', '.join(reversed(names)) or shown(owner)}", file=sys.stderr, flush=True)
     wait_until(lambda: owner_of(directory) is None, seconds, f"the end of {shown(owner)}")
     print("every service has ended")
