@@ -131,6 +131,7 @@ def test_up_detached_whose_supervisor_ends_without_a_word_raises(tmp_path: Path,
 
 def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     with up(tmp_path, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+        wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
         process.send_signal(signal.SIGHUP)
         time.sleep(1)
         assert process.poll() is None
