@@ -29,9 +29,9 @@ def foreign_problem(host: str | None, origin: str | None) -> str:
 
 
 def _name(host: str) -> str:
-    """Return the name of a host, without its port, in lower case; what is malformed stays as it is."""
+    """Return the name of a host, without its port and the dot of a full name, in lower case; what is malformed stays as it is."""
     try:
-        return urlsplit(f"//{host}").hostname or host
+        return (urlsplit(f"//{host}").hostname or host).removesuffix(".")
     except ValueError:
         return host
 
