@@ -52,11 +52,10 @@ function show(found) {
   }
 }
 
-// Replaces what an element holds; a link that has the focus is found again by its address.
+// Replaces what an element holds; a link that has the focus is found again by its place: the newest version's address changes.
 function renew(id, content) {
-  const focused = document.getElementById(id).contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  const element = put(id, content);
-  if (focused) [...element.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus({ preventScroll: true });
+  const place = [...document.getElementById(id).querySelectorAll("a")].indexOf(document.activeElement);
+  put(id, content).querySelectorAll("a")[place]?.focus({ preventScroll: true });
 }
 
 // A screen reader reads the state out again whenever it is written, changed or not.

@@ -102,6 +102,21 @@ def test_overview_news_leave_the_focus_and_the_state_as_they_are(visitor: Visito
     assert page.evaluate("[document.activeElement.getAttribute('href'), window.said]") == ["/rollouts", 0]
 
 
+def test_overview_newer_version_leaves_the_focus_on_its_link(visitor: Visitor) -> None:
+    newest = {"Policy": POLICY, "Branch": "main", "Newest": 1, "NewestMs": 0}
+    counts = {"Built": 0, "Waiting": 0, "LastMs": 0, "NowMs": 0}
+
+    def answer(route: Route) -> None:
+        event = {"services": [], "rollouts": counts, "newest": newest, "drops": [], "versions": [], "steps": []}
+        route.fulfill(content_type="text/event-stream", body=f"retry: 100\ndata: {json.dumps(event)}\n\n")
+
+    visitor.page.route("**/events/overview", answer)
+    page = visitor.open("/")
+    page.get_by_role("link", name=f"{POLICY}@1").focus()
+    newest["Newest"] = 2
+    expect(page.get_by_role("link", name=f"{POLICY}@2")).to_be_focused()
+
+
 def test_overview_stream_without_a_login_leads_to_it(visitor: Visitor) -> None:
     for path in ("events", "api"):
         visitor.page.route(f"**/{path}/overview", lambda route: route.fulfill(status=401, body="this page asks for its token"))
