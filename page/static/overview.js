@@ -68,14 +68,20 @@ function say(state) {
 let events = null;
 let late = 0; // timer
 
+// News that do not come in time are late, the first ones of a stream as any other.
+function expectNews() {
+  clearTimeout(late);
+  late = setTimeout(say, SILENT, "no news: the store is slow, or does not answer");
+}
+
 function listen() {
   if (document.hidden) return; // it listens once it is seen
   events = new EventSource("/events/overview");
+  expectNews();
   events.addEventListener("message", (event) => {
     show(JSON.parse(event.data));
     say("live");
-    clearTimeout(late);
-    late = setTimeout(say, SILENT, "no news: the store is slow, or does not answer");
+    expectNews();
     ready();
   });
   events.addEventListener("error", async ({ target }) => {

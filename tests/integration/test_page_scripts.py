@@ -337,6 +337,14 @@ def test_overview_without_news_shows_that_the_store_is_slow(visitor: Visitor) ->
     assert page.evaluate("states[0]") == "no news: the store is slow, or does not answer"
 
 
+def test_overview_without_first_news_shows_that_the_store_is_slow(visitor: Visitor) -> None:
+    visitor.page.route("**/events/overview", lambda route: None)  # no answer comes
+    visitor.page.clock.install()
+    visitor.page.goto(visitor.url)
+    visitor.page.clock.fast_forward(13_000)
+    expect(visitor.page.locator("#live")).to_have_text("no news: the store is slow, or does not answer")
+
+
 def test_rollouts_count_of_the_filter_before_is_not_shown_while_the_store_is_slow(visitor: Visitor) -> None:
     held: list[Route] = []
     page = visitor.open("/rollouts")
