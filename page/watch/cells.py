@@ -44,7 +44,7 @@ def rollout_lines(overview: Mapping[str, Any]) -> str:
     """Return counts of the last hour."""
     rollouts = overview["rollouts"]
     built = rollouts["Built"]
-    share = f"{100 * rollouts['Succeeded'] / built:.0f} %" if built else "-"
+    share = _percent(rollouts["Succeeded"], built) if built else "-"
     mean = _number(rollouts["Mean"]) if built else "-"
     age = _seconds((rollouts["NowMs"] - rollouts["LastMs"]) / 1000) if built else "-"
     return f"built {built:,}, {share} succeeded\nmean return {mean}\nlast build {age} ago\n{rollouts['Waiting']:,} ended, not built yet"
@@ -83,6 +83,14 @@ def _returned(row: Mapping[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+def _percent(part: int, whole: int) -> str:
+    """Return a share as the page does: 0 and 100 are none and all, never almost."""
+    rounded = round(100 * part / whole)
+    if rounded == 0 and part > 0:
+        return "< 1 %"
+    return "> 99 %" if rounded == 100 and part < whole else f"{rounded} %"
 
 
 def _seconds(seconds: float) -> str:

@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Input
 from commands.inspection.watch import watch_readers
 from page.reading import PageStore
 from page.watch.app import WatchApp
-from page.watch.cells import COLUMNS, visible
+from page.watch.cells import COLUMNS, rollout_lines, visible
 from spangrad.settings import GatewaySettings, Settings, StoreSettings
 from tests.support.built_rollouts import post, settings_of
 from tests.support.spans import SpanFactory
@@ -81,6 +81,12 @@ async def test_watch_screen_shows_overview_and_rollouts(settings: Settings) -> N
     assert rows["late"] == [RUN, "rome", "timeout", "0", "1", "0", "0"]
     assert visible(HOSTILE) in "\n".join(lines)
     assert "\x1b" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("succeeded", "share"), [(0, "0 %"), (1, "< 1 %"), (500, "50 %"), (999, "> 99 %"), (1000, "100 %")])
+def test_rollout_lines_share_of_almost_none_or_all_is_neither(succeeded: int, share: str) -> None:
+    counts = {"Built": 1000, "Succeeded": succeeded, "Mean": 0.5, "NowMs": 0, "LastMs": 0, "Waiting": 0}
+    assert f", {share} succeeded" in rollout_lines({"rollouts": counts})
 
 
 async def test_watch_without_a_store_shows_services_and_the_problem() -> None:
