@@ -64,8 +64,13 @@ up._supervise(load_settings({"up.directory": str(directory)}, env={}), None, [],
 """
 
 
+def heed_hangup() -> None:
+    """Have the next program end at a closed terminal, even if the tests run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextmanager
-def up(directory: Path, *, failing: bool = False, before: Callable[[], object] | None = None) -> Generator[subprocess.Popen[str]]:
+def up(directory: Path, *, failing: bool = False, before: Callable[[], object] = heed_hangup) -> Generator[subprocess.Popen[str]]:
     """Run `spangrad up` with a service that drains until there is a file `go`, and maybe one that fails once the first is prepared."""
     words = [sys.executable, "-c", UP, str(directory), "failing" if failing else ""]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=before) as process:
@@ -110,11 +115,14 @@ def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     process, terminal = pty.fork()
     if process == 0:
+        heed_hangup()
         os.dup2(os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY), 2)
         os.execv(sys.executable, [sys.executable, "-c", UP, str(tmp_path), ""])
     wait_until((tmp_path / "prepared").exists, 60, "the service")
     wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
     os.close(terminal)
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    wait_until(lambda: os.waitid(os.P_PID, process, ended) is not None, 60, "the end of up")
     assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
     assert (tmp_path / "drained").exists()
 
