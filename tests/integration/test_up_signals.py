@@ -93,7 +93,7 @@ def test_up_asked_to_end_shows_service_as_stopping_until_it_has_ended(tmp_path: 
         wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
         process.send_signal(number)
         wait_until((tmp_path / "asked").exists, 30, "the signal of the service")
-        wait_until(lambda: state_of_worker(tmp_path) == "stopping", 5, "the status")
+        wait_until(lambda: state_of_worker(tmp_path) == "stopping", 30, "the status")
         (tmp_path / "go").touch()
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
@@ -107,7 +107,7 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
         wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
         process.send_signal(signal.SIGSTOP)
         down(set_=[f"up.directory={tmp_path}"])
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     assert (tmp_path / "drained").exists()
 
 
