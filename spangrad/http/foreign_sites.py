@@ -1,7 +1,7 @@
 """Requests that pages of foreign web sites have a browser of this machine send to its services.
 
 In: the headers Host and Origin. Out: why a request may come from such a page. Invariant: a name that a foreign site can own is refused,
-since that site may have it lead to this machine. It imports the standard library alone, as vLLM's middleware uses it.
+since that site may have it lead to this machine. It imports no packages of servers, as vLLM's middleware uses it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import ipaddress
 from urllib.parse import urlsplit
 
+from spangrad.processes import LOOPBACK
+
 _OWN_ENDINGS = (".localhost", ".internal")
 """Endings of names that cannot be registered; container engines name this machine by the second one."""
-_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def foreign_problem(host: str | None, origin: str | None) -> str:
@@ -23,7 +24,7 @@ def foreign_problem(host: str | None, origin: str | None) -> str:
     """
     if host is not None and not _is_own(name := _name(host)):
         return f"it names the host {name!r}, which a foreign site may have led here"
-    if origin and (site := origin.partition("://")[2]) != host and _name(site) not in _LOCAL:
+    if origin and (site := origin.partition("://")[2]) != host and _name(site) not in LOOPBACK:
         return f"a page of {origin!r} sends it"
     return ""
 
