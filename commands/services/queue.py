@@ -81,6 +81,7 @@ def _dead(*, run: RunId = None, limit: int = 50, config: ConfigFile = None, set_
     """
     from runner.queue.wire import RolloutState
 
+    _require_limit(limit)
     _print_listed(config, set_, limit, run_id=run, state=RolloutState.DEAD)
 
 
@@ -164,12 +165,10 @@ def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **whi
     Args:
         config: settings file.
         set_: settings.
-        limit: largest number of rollouts.
+        limit: largest number of rollouts, at least 1.
         which: selection, as `QueueClient.rollouts` takes it.
     """
     from runner.queue.wire import LIST_MOST
-
-    _require_limit(limit)
 
     async def listed(client: QueueClient) -> list[QueuedRollout]:
         rollouts: list[QueuedRollout] = []
