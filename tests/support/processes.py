@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import hashlib
 import itertools
 import json
@@ -267,6 +268,12 @@ def resident_mib(pid: int) -> int:
 def open_files(pid: int) -> int:
     """Return the number of open file descriptors of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def own_open_files() -> int:
+    """Return the number of open file descriptors of this process, once what earlier tests have left is closed."""
+    gc.collect()
+    return open_files(os.getpid())
 
 
 def _status(pid: int, name: str) -> int:

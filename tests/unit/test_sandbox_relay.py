@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -12,12 +11,8 @@ from pathlib import Path
 import pytest
 
 from runner.sandboxes.relay import ServiceRelay, accept_all
+from tests.support.processes import own_open_files
 from tests.support.runners import is_true, no_descriptors, until
-
-
-def open_files() -> int:
-    gc.collect()  # what earlier tests have left is not closed in between
-    return len([*Path("/proc/self/fd").iterdir()])
 
 
 async def answer(connection: socket.socket) -> None:
@@ -57,10 +52,10 @@ async def test_service_relay_listeners_that_are_cut_off_are_closed(caplog: pytes
     asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
     async with ServiceRelay({1: ("127.0.0.1", 1), 2: ("127.0.0.1", 1)}) as relay:
         with socket.socket(fileno=os.dup(relay.descriptor)) as sandbox, socket.create_server(("127.0.0.1", 0)) as listener:
-            before = open_files()
+            before = own_open_files()
             socket.send_fds(sandbox, [b"1,2"], [listener.fileno()])
             await until(lambda: is_true(caplog.records))
-            assert open_files() == before
+            assert own_open_files() == before
     assert f"process {os.getpid()} of a sandbox reaches no services: [Errno 24] Too many open files. Raise the limit" in caplog.text
     assert failures == []
 
@@ -73,10 +68,10 @@ async def test_service_relay_descriptor_that_is_no_listener_is_closed(
     asyncio.get_running_loop().set_exception_handler(lambda _, failure: failures.append(failure))
     async with ServiceRelay({1: ("127.0.0.1", 1)}) as relay:
         with socket.socket(fileno=os.dup(relay.descriptor)) as sandbox, (tmp_path / "file").open("w") as file:
-            before = open_files()
+            before = own_open_files()
             socket.send_fds(sandbox, [ports], [file.fileno()])
             await until(lambda: is_true(caplog.records or failures))
-            assert open_files() == before
+            assert own_open_files() == before
     assert reason in caplog.text
     assert "Raise the limit" not in caplog.text
     assert failures == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 import subprocess
 import threading
@@ -25,6 +24,7 @@ from runner.sessions.shard import EnvironmentDescription, SessionShard
 from runner.sessions.shards import ShardCommand, ShardProcess, Shards
 from spangrad.errors import EnvironmentsError
 from spangrad.settings import EnvironmentServiceSettings
+from tests.support.processes import own_open_files
 from tests.support.virtual_time import run_in_virtual_time
 
 NO_PROCESS = 2**22 + 1
@@ -165,21 +165,16 @@ def test_shards_start_of_process_that_hangs_raises_with_its_id(monkeypatch: pyte
     run_in_virtual_time(scenario())
 
 
-def descriptors() -> int:
-    gc.collect()  # what earlier tests have left is not closed in between
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def test_shard_start_that_fails_leaves_no_socket_open() -> None:
     class Exhausted(ShardCommand):
         def start(self, requests: socket.socket, responses: socket.socket) -> subprocess.Popen[bytes]:
             raise OSError(11, "no more processes")
 
-    before = descriptors()
+    before = own_open_files()
     with pytest.raises(OSError, match="no more processes") as raised:
         await ShardProcess.start(Exhausted("", Path(), {}))
     assert raised.tb is not None  # the sockets are in its frames: nothing else has closed them
-    assert descriptors() == before
+    assert own_open_files() == before
 
 
 class Bandit:
