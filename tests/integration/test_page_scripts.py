@@ -94,12 +94,12 @@ def test_overview_news_leave_the_focus_and_the_state_as_they_are(visitor: Visito
     page = visitor.open("/")
     page.get_by_role("definition").get_by_role("link").first.focus()
     page.evaluate("""() => {
-        window.said = 0;
-        new MutationObserver(() => window.said++).observe(document.getElementById("live"), { childList: true });
+        window.writes = 0;
+        new MutationObserver(() => window.writes++).observe(document.getElementById("live"), { childList: true });
         document.activeElement.dataset.old = "yes";
     }""")
     expect(page.locator("a[data-old]")).to_have_count(0)
-    assert page.evaluate("[document.activeElement.getAttribute('href'), window.said]") == ["/rollouts", 0]
+    assert page.evaluate("[document.activeElement.getAttribute('href'), window.writes]") == ["/rollouts", 0]
 
 
 def test_overview_newer_version_leaves_the_focus_on_its_link(visitor: Visitor) -> None:

@@ -52,26 +52,26 @@ def tool(store: StoreSettings) -> str:
 
 
 def test_rollouts_table_has_outcome_rewards_tokens_tools_time_and_training(store: StoreSettings, tool: str) -> None:
-    asked = (
+    query = (
         "SELECT Outcome, Return, Rewards, Calls, Transitions, Drops, InputTokens, OutputTokens, ToolCalls, FailedToolCalls, PolicyVersions,"
         f" Attempts, Seconds, StageSeconds, Trained FROM spangrad.rollouts WHERE RunId = '{RUN}'"
     )
     rewards, stages = {"reward": 1.0, "step": 0.25, "tool_error": -0.5}, {"evaluate": 2.0, "init": 1.0, "run": 6.0}
-    assert rows(store, asked) == [("succeeded", 0.75, rewards, 2, 2, 0, 9, 3, 1, 1, [3], 1, 9.0, stages, [("public", "main", 4)])]
+    assert rows(store, query) == [("succeeded", 0.75, rewards, 2, 2, 0, 9, 3, 1, 1, [3], 1, 9.0, stages, [("public", "main", 4)])]
 
 
 def test_tool_calls_table_has_latency_error_reward_and_causing_call(store: StoreSettings, tool: str) -> None:
-    asked = (
+    query = (
         "SELECT ToolName, Arguments, Result, Failed, Error, Duration, Reward, SpanId, CallId IN"
         f" (SELECT CallId FROM spangrad.transitions WHERE RunId = '{RUN}' AND Turn = 0) FROM spangrad.tool_calls WHERE RunId = '{RUN}'"
     )
-    assert rows(store, asked) == [("weather", '{"city": "rome"}', "no such city", True, "unknown", 250, -0.5, tool, 1)]
+    assert rows(store, query) == [("weather", '{"city": "rome"}', "no such city", True, "unknown", 250, -0.5, tool, 1)]
 
 
 def test_execution_table_has_calls_and_tool_calls_in_order_of_time(store: StoreSettings, tool: str) -> None:
     columns = "Kind, Name, Input, Output, length(InputIds), OutputIds, Reward"
-    asked = f"SELECT {columns} FROM spangrad.execution WHERE RunId = '{RUN}' ORDER BY Timestamp"
-    assert rows(store, asked) == [
+    query = f"SELECT {columns} FROM spangrad.execution WHERE RunId = '{RUN}' ORDER BY Timestamp"
+    assert rows(store, query) == [
         ("llm", "policy", "", "", 3, [4, 5], 0.25),
         ("tool", "weather", '{"city": "rome"}', "no such city", 0, [], -0.5),
         ("llm", "policy", "", "", 6, [7], None),
@@ -79,13 +79,13 @@ def test_execution_table_has_calls_and_tool_calls_in_order_of_time(store: StoreS
 
 
 def test_transitions_have_the_advantage_that_the_newest_step_used(store: StoreSettings, tool: str) -> None:
-    asked = f"SELECT Turn, Advantage FROM spangrad.transitions WHERE RunId = '{RUN}' ORDER BY Turn"
-    assert rows(store, asked) == [(0, -0.5), (1, None)]
+    query = f"SELECT Turn, Advantage FROM spangrad.transitions WHERE RunId = '{RUN}' ORDER BY Turn"
+    assert rows(store, query) == [(0, -0.5), (1, None)]
 
 
 def test_call_texts_have_request_and_response_of_a_call_once(store: StoreSettings, tool: str) -> None:
-    asked = f"SELECT Input, Output FROM spangrad.call_texts WHERE SpanId = '{tool}' AND TraceId IN"
-    of_rollout = f"{asked} (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = 'told')"
+    query = f"SELECT Input, Output FROM spangrad.call_texts WHERE SpanId = '{tool}' AND TraceId IN"
+    of_rollout = f"{query} (SELECT TraceId FROM spangrad.rollout_traces WHERE RolloutId = 'told')"
     assert rows(store, of_rollout) == [('{"city": "rome"}', "no such city")]
 
 
@@ -94,8 +94,8 @@ def test_attempts_are_there_before_anything_is_built(store: StoreSettings) -> No
     spans.root("waiting", calls=2, attempt=1)
     for _ in range(2):
         post(store, spans.otlp())
-    asked = "SELECT RolloutId, Attempt, Calls, Final, Failure, TaskId FROM spangrad.attempts WHERE RunId = 'unbuilt'"
-    assert rows(store, asked) == [("waiting", 1, 2, True, "", "t")]
+    query = "SELECT RolloutId, Attempt, Calls, Final, Failure, TaskId FROM spangrad.attempts WHERE RunId = 'unbuilt'"
+    assert rows(store, query) == [("waiting", 1, 2, True, "", "t")]
 
 
 def test_builds_newest_revision_counts_and_the_first_of_equals(store: StoreSettings) -> None:
@@ -109,9 +109,9 @@ def test_builds_newest_revision_counts_and_the_first_of_equals(store: StoreSetti
 
 
 def test_steps_table_has_row_per_version_with_metrics(store: StoreSettings, tool: str) -> None:
-    asked = f"SELECT Version, Parent, Return, Seconds, Metrics FROM spangrad.steps WHERE RunId = '{RUN}'"
+    query = f"SELECT Version, Parent, Return, Seconds, Metrics FROM spangrad.steps WHERE RunId = '{RUN}'"
     metrics = {"mean_return": 0.5, "seconds_train": 2.0}
-    assert rows(store, asked) == [(4, 3, 0.5, {"seconds_train": 2.0}, metrics)]
+    assert rows(store, query) == [(4, 3, 0.5, {"seconds_train": 2.0}, metrics)]
 
 
 def test_steps_table_has_null_where_a_step_has_no_such_metric(store: StoreSettings) -> None:
@@ -119,8 +119,8 @@ def test_steps_table_has_null_where_a_step_has_no_such_metric(store: StoreSettin
     with connect(store) as client:
         row = {**step, "Metrics": {"loss": 1.5, "tokens": 40.0}}
         client.insert("spangrad_internal.policy_versions", [list(row.values())], column_names=list(row))
-    asked = "SELECT Return, Success, Rollouts, Transitions, Tokens, Staleness, Loss, GradNorm FROM spangrad.steps WHERE RunId = 'files'"
-    assert rows(store, asked) == [(None, None, None, None, 40.0, None, 1.5, None)]
+    query = "SELECT Return, Success, Rollouts, Transitions, Tokens, Staleness, Loss, GradNorm FROM spangrad.steps WHERE RunId = 'files'"
+    assert rows(store, query) == [(None, None, None, None, 40.0, None, 1.5, None)]
 
 
 def test_public_tables_have_a_comment(store: StoreSettings) -> None:
@@ -138,8 +138,8 @@ def test_rollouts_table_has_no_return_where_nothing_was_rewarded(store: StoreSet
     spans.evaluation(spans.root("idle", calls=0), 0.0)
     post(store, spans.otlp())
     build_once(settings_of(store, "public_unrewarded", incomplete_after_seconds=0))
-    asked = "SELECT RolloutId, Return FROM spangrad.rollouts WHERE RunId = 'public_unrewarded' ORDER BY RolloutId"
-    assert rows(store, asked) == [("crashed", None), ("dropped", None), ("idle", 0.0)]
+    query = "SELECT RolloutId, Return FROM spangrad.rollouts WHERE RunId = 'public_unrewarded' ORDER BY RolloutId"
+    assert rows(store, query) == [("crashed", None), ("dropped", None), ("idle", 0.0)]
 
 
 def test_rollouts_table_never_adds_up_the_rewards_of_several_roles(store: StoreSettings) -> None:
@@ -151,8 +151,8 @@ def test_rollouts_table_never_adds_up_the_rewards_of_several_roles(store: StoreS
         spans.call(spans.client(root, rollout=rollout), rollout=rollout, PromptIds=[1], ResponseIds=[2])
     post(store, spans.otlp())
     build_once(settings_of(store, "public_roles"))
-    asked = "SELECT Return, ReturnsByRole, Rewards FROM spangrad.rollouts WHERE RunId = 'public_roles' ORDER BY RolloutId"
-    assert rows(store, asked) == [
+    query = "SELECT Return, ReturnsByRole, Rewards FROM spangrad.rollouts WHERE RunId = 'public_roles' ORDER BY RolloutId"
+    assert rows(store, query) == [
         (None, {"black": -0.5, "white": 1.5}, {"reward": 0.5, "reward of black": -1.0, "reward of white": 1.0}),
         (1.5, {"white": 1.5}, {"reward": 0.5, "reward of white": 1.0}),
     ]

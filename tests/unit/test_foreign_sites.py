@@ -76,7 +76,7 @@ async def _status(url: str, headers: dict[str, str], **more: Any) -> int:
 @pytest.mark.parametrize("headers", FOREIGN)
 async def test_json_server_without_token_refuses_foreign_sites(headers: dict[str, str]) -> None:
     async with _server(None) as server, aiohttp.ClientSession() as client:
-        # A form's content type, so that the browser would ask nobody before.
+        # A form's content type, with which a browser sends no request before this.
         async with client.post(server.url, data="{}", headers={"Content-Type": "text/plain", **headers}) as response:
             assert (response.status, "Set queue.token" in (await response.json())["error"]) == (403, True)
         with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
