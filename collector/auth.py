@@ -1,4 +1,4 @@
-"""Authentication of requests: a write token permits everything, a read token queries only.
+"""Authentication of requests: a write token permits everything, a read token queries only, an agents' token sends only.
 
 In: the credentials of a request. Out: its role, or none. Invariant: tokens are compared in constant time, and appear in no answer.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from spangrad.http.tokens import credential, is_token
+from spangrad.http.tokens import agent_token, credential, is_token
 
 
 class TokenRole(StrEnum):
@@ -32,8 +32,9 @@ class Guardian:
     """Token of readers. None: there is no such role."""
 
     def admits_bearer(self, authorization: str) -> bool:
-        """Return whether the sender of this Authorization header may write."""
-        return self._role(credential(authorization)) is TokenRole.WRITER
+        """Return whether the sender of this Authorization header may send spans: a writer, or an agent that a worker started."""
+        shown = credential(authorization)
+        return self._role(shown) is TokenRole.WRITER or (self.token is not None and is_token(shown, agent_token(self.token)))
 
     def clickhouse_role(self, headers: Mapping[str, str], parameters: Mapping[str, str]) -> TokenRole | None:
         """Return the role of a request to ClickHouse's interface, which bears a token as key, bearer, basic password or parameter."""

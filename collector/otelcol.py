@@ -21,6 +21,7 @@ from collector.schema.cluster import Layout
 from collector.schema.migrations import pending
 from spangrad.errors import SpangradError, StoreError
 from spangrad.http.service import in_url, without_userinfo
+from spangrad.http.tokens import agent_token
 from spangrad.processes import LOOPBACK, require_free_port, require_safe_bind
 from spangrad.settings import CollectorSettings, Settings, StoreSettings
 from spangrad.store.clickhouse import executing
@@ -157,7 +158,7 @@ def environment(settings: Settings, environ: Mapping[str, str]) -> dict[str, str
         "CLICKHOUSE_PASSWORD": unquote(parts.password) if parts.password else store.token or "",
     }
     if token := _token(settings):
-        values[_variable("token")] = token
+        values |= {_variable("token"): token, "COLLECTOR_AGENT_TOKEN": agent_token(token.get_secret_value())}
     defaults = {
         "GOGC": str(GO_GC_PERCENT),
         "GOMEMLIMIT": GO_MEMORY_LIMIT,

@@ -19,6 +19,7 @@ import msgspec
 from pydantic import SecretStr
 
 from spangrad.errors import AgentError
+from spangrad.http.tokens import agent_token
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -45,10 +46,10 @@ async def start_play(settings: Settings, request: PlayRequest) -> PlayProcess:
         role=request.role,
         episode=episode_against(runner.episode.model_dump(), request.policy),
         url=settings.gateway.url.rstrip("/") + "/v1",
-        key=_secret(settings.gateway.token) or "none",
+        key=_of_agents(settings.gateway.token) or "none",
         environments_token=_secret(settings.environments.token),
         otlp_endpoint=settings.store.otlp_endpoint,
-        otlp_token=_secret(settings.store.token),
+        otlp_token=_of_agents(settings.store.token),
     )
     # -P keeps modules of the working directory from hiding ours.
     command = [sys.executable, "-P", "-m", "commands.playing.host"]
@@ -104,3 +105,7 @@ class PlayProcess:
 
 def _secret(value: SecretStr | None) -> str | None:
     return None if value is None else value.get_secret_value()
+
+
+def _of_agents(token: SecretStr | None) -> str | None:
+    return None if token is None else agent_token(token.get_secret_value())

@@ -19,7 +19,7 @@ from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, url_attempt
 from gateway.proxy.limits import read_body
 from spangrad.errors import JSON_ERRORS, GatewayError, SettingsError
-from spangrad.http.tokens import credential
+from spangrad.http.tokens import agent_token, credential
 from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
 
@@ -37,6 +37,8 @@ _ASKS_FOR_TOKEN = (
 # By model_construct, as it has no `token`, which is never read.
 FULL_ACCESS = ClientSettings.model_construct(name="gateway.token", may_admin=True)
 """Permissions of `gateway.token`, and of everyone where the settings name no token."""
+_AGENTS = ClientSettings.model_construct(name="agents")
+"""Permissions of the agents that workers start: to call models."""
 
 
 class _Asked(msgspec.Struct):
@@ -141,7 +143,10 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 def _callers(settings: GatewaySettings) -> dict[bytes, ClientSettings]:
     """Return the callers by the hash of their token."""
-    callers = {_digest(settings.token.get_secret_value()): FULL_ACCESS} if settings.token else {}
+    callers: dict[bytes, ClientSettings] = {}
+    if settings.token:
+        token = settings.token.get_secret_value()
+        callers = {_digest(token): FULL_ACCESS, _digest(agent_token(token)): _AGENTS}
     names: set[str] = set()
     for client in settings.clients:
         digest = _digest(client.token.get_secret_value())
@@ -177,6 +182,8 @@ def _refuse_admin(caller: ClientSettings, path: str) -> web.Response | None:
         return _forbidden(f"client {caller.name!r} may not read the backends' keys. A gateway that follows this one needs gateway.token.")
     if caller.may_admin or path == _UNKNOWN:
         return None
+    if caller is _AGENTS:
+        return _forbidden("the token of agents may only call models. Use gateway.token.")
     return _forbidden(f"client {caller.name!r} may only call models. Use gateway.token, or set may_admin in its gateway.clients entry.")
 
 

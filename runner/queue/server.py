@@ -19,7 +19,7 @@ from runner.process.processing import Processing
 from runner.process.routes import ProcessRoutes
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
-from runner.queue.prompts.answers import PromptAnswers
+from runner.queue.prompts.answers import PROMPT_PATHS, PromptAnswers
 from runner.queue.purge import purge_periodically
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
@@ -79,6 +79,7 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
         cancels=False,
         smaller="Send fewer rollouts at once.",
         busy=QueueError,
+        agents_read=PROMPT_PATHS,
     )
     tasks = [asyncio.create_task(service.watch()), *([asyncio.create_task(orders.run())] if orders else [])]
     if settings.queue.keep_days is not None:

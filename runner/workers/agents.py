@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from urllib.parse import quote
 
 from spangrad.agent import prompt_client
 from spangrad.agent.container import Container, reached_at
@@ -16,6 +15,7 @@ from spangrad.episode.adapters.references import TOKEN_VARIABLE as ENVIRONMENTS_
 from spangrad.episode.adapters.references import names_environment
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.episode.agent import VARIABLE as EPISODE_VARIABLE
+from spangrad.http.tokens import agent_token
 from spangrad.leases import this_process
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.runner import ContainerSettings
@@ -146,15 +146,17 @@ def host_command(spec: AgentSpec) -> list[str]:
 
 
 def exporter_variables(store: StoreSettings) -> dict[str, str]:
-    """Return the environment variables by which OpenTelemetry's SDKs send spans to the store."""
+    """Return the environment variables by which OpenTelemetry's SDKs of agents and environments send spans to the store."""
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.otlp_endpoint}
     if store.token is not None:
-        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{quote(store.token.get_secret_value(), safe='')}"
+        variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{agent_token(store.token.get_secret_value())}"
     return variables
 
 
 def agent_environment(environ: Mapping[str, str], settings: Settings, agent: AgentSpec) -> dict[str, str]:
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
+
+    The tokens that it gets are those of agents: model-written code that reads them can call models and send spans, no more.
 
     Args:
         environ: the runner's own environment.
@@ -168,7 +170,7 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
         variables[prompt_client.URL] = settings.queue.url
         variables[prompt_client.VARIABLE] = settings.prompts.variable
         if settings.queue.token is not None:
-            variables[prompt_client.TOKEN] = settings.queue.token.get_secret_value()
+            variables[prompt_client.TOKEN] = agent_token(settings.queue.token.get_secret_value())
     policy = settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url
     if isinstance(agent, CallableAgent) and agent.agent == EPISODES:
         variables[EPISODE_VARIABLE] = settings.runner.episode.model_dump_json()
@@ -177,7 +179,7 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     variables["OPENAI_BASE_URL"] = policy.rstrip("/") + "/v1"
     # The openai client refuses to start without a key, even where none is asked for.
     if settings.runner.gateway:
-        variables["OPENAI_API_KEY"] = settings.gateway.token.get_secret_value() if settings.gateway.token else "none"
+        variables["OPENAI_API_KEY"] = agent_token(settings.gateway.token.get_secret_value()) if settings.gateway.token else "none"
     else:
         variables.setdefault("OPENAI_API_KEY", "none")
     return variables

@@ -26,7 +26,7 @@ from pydantic import SecretStr
 from spangrad.http.client_timeouts import SilentConnections, TooSlowError, read_in_time
 from spangrad.http.foreign_sites import foreign_problem
 from spangrad.http.service import in_url
-from spangrad.http.tokens import credential, is_token
+from spangrad.http.tokens import agent_token, credential, is_token
 from spangrad.processes import require_free_port, require_safe_bind
 
 T = TypeVar("T")
@@ -192,6 +192,7 @@ def json_server(
     cancels: bool = True,
     smaller: str = "Send less.",
     busy: type[Exception] = BusyError,
+    agents_read: frozenset[str] = frozenset(),
 ) -> HttpServer:
     """Return a server of these routes and /healthz that checks the token, and refuses in JSON.
 
@@ -201,8 +202,9 @@ def json_server(
         cancels: whether a handler is cancelled when its client has left.
         smaller: remedy for a body that is too large.
         busy: exception of handlers that the client may retry in a moment.
+        agents_read: paths of the routes that agents may GET with their own token.
     """
-    middlewares = [*site_guards(address.token, address.service), _guard(address, smaller, busy)]
+    middlewares = [*site_guards(address.token, address.service), _guard(address, smaller, busy, agents_read)]
     application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES)
     application.add_routes([*routes, web.get("/healthz", _healthy)])
     return HttpServer(application, address.host, address.port, cancels=cancels)
@@ -245,17 +247,20 @@ async def _healthy(request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-def _guard(address: Address, smaller: str, busy: type[Exception]) -> Any:
+def _guard(address: Address, smaller: str, busy: type[Exception], agents_read: frozenset[str]) -> Any:
     """Build the middleware that checks the token, and turns errors into responses that explain them."""
     expected = address.token.get_secret_value() if address.token else None
 
+    def admits(request: web.Request) -> bool:
+        if expected is None or request.path in _OPEN:
+            return True
+        shown, resource = credential(request.headers.get("Authorization", "")), request.match_info.route.resource
+        is_for_agents = request.method == "GET" and resource is not None and resource.canonical in agents_read
+        return is_token(shown, expected) or (is_for_agents and is_token(shown, agent_token(expected)))
+
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if (
-            expected is not None
-            and request.path not in _OPEN
-            and not is_token(credential(request.headers.get("Authorization", "")), expected)
-        ):
+        if not admits(request):
             return refusal(401, f"this {address.noun} asks for its token: send `Authorization: Bearer` with {address.service}.token.")
         if "%00" in request.raw_path:
             return refusal(400, f"{request.method} {request.raw_path} holds a null character, which no name has.")

@@ -32,7 +32,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceS
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-from spangrad.processes import own_command, require_free_port, wait_until
+from spangrad.http.tokens import agent_token
+from spangrad.processes import Child, own_command, require_free_port, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.fake_engine import FakeEngine
@@ -221,6 +222,23 @@ def _takes(url: str, body: bytes) -> bool:
         return False
 
 
+def test_otelcol_without_token_variables_refuses_every_sender(tmp_path: Path) -> None:
+    files = (ROOT / "otel-config.yaml", DISTRIBUTION / "token.yaml")
+    values = collector_values(tmp_path)
+    variables = {f"SPANGRAD_COLLECTOR__{name.upper()}": str(value) for name, value in values.items()}
+    command = [otelcol(), *(f"--config={file}" for file in files)]
+    collector = Child("otelcol", command, tmp_path / "log", variables, inherit_settings=False)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{values['otlp_grpc_port']}") as channel:
+            grpc.channel_ready_future(channel).result(timeout=60)
+            for shown in ("Bearer ", "Bearer other"):
+                with pytest.raises(grpc.RpcError) as caught:
+                    TraceServiceStub(channel).Export(ExportTraceServiceRequest(), timeout=30, metadata=(("authorization", shown),))
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        collector.stop()
+
+
 def test_collector_requires_token_over_tls(store: StoreSettings, tmp_path: Path) -> None:
     certificate, key = _certificate(tmp_path)
     values = collector_values(tmp_path, token="o$pen{1}", tls_certificate=str(certificate), tls_key=str(key))
@@ -237,14 +255,15 @@ def test_collector_requires_token_over_tls(store: StoreSettings, tmp_path: Path)
             except urllib.error.HTTPError as error:
                 return error.code
 
-        answers = [status(refused), status(refused, Authorization="Bearer other"), status(body, Authorization="Bearer o$pen{1}")]
+        shown = ("other", "o$pen{1}", agent_token("o$pen{1}"))
+        answers = [status(refused), *(status(body, Authorization=f"Bearer {token}") for token in shown)]
         with (
             grpc.secure_channel(collector.grpc, grpc.ssl_channel_credentials(certificate.read_bytes())) as channel,
             pytest.raises(grpc.RpcError) as caught,
         ):
             TraceServiceStub(channel).Export(ExportTraceServiceRequest(), timeout=30)
 
-        assert answers == [401, 401, 200]
+        assert answers == [401, 401, 200, 200]
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         wait_stored(store, ids)
 

@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceS
 
 from collector.encodings import SUPPORTED, decompress
 from collector.sql.frames import unframe
+from spangrad.http.tokens import agent_token
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -80,15 +81,17 @@ def test_sql_answers_contain_no_token(guarded: StoreSettings) -> None:
             assert token not in reply.body.decode(), (role, sql)
 
 
-def test_otlp_ports_require_write_token(guarded: StoreSettings) -> None:
+def test_otlp_ports_require_token_of_writer_or_agent(guarded: StoreSettings) -> None:
+    agents = agent_token(TOKENS["writer"])
     http = guarded.model_copy(update={"clickhouse_port": guarded.otlp_http_port})
     statuses = {
         token: ask(
             http, b"", path="/v1/traces", headers={"Content-Type": "application/x-protobuf", "Authorization": f"Bearer {token}"}
         ).status
-        for token in (*TOKENS.values(), "wrong")
+        for token in (*TOKENS.values(), agents, "wrong")
     }
-    assert statuses == {TOKENS["writer"]: 200, TOKENS["reader"]: 401, "wrong": 401}
+    assert statuses == {TOKENS["writer"]: 200, TOKENS["reader"]: 401, agents: 200, "wrong": 401}
+    assert ask(guarded, "SELECT 1", password=agents).status == 401
 
     metadata = (("authorization", f"Bearer {TOKENS['reader']}"),)
     with grpc.insecure_channel(f"127.0.0.1:{guarded.otlp_grpc_port}") as channel, pytest.raises(grpc.RpcError) as caught:

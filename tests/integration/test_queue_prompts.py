@@ -27,6 +27,7 @@ from spangrad.agent.prompt_store import Edit, PromptStore
 from spangrad.agent.propagation import carrier_of, with_baggage
 from spangrad.database import Database
 from spangrad.errors import PromptError
+from spangrad.http.tokens import agent_token
 from spangrad.settings import GatewaySettings, PromptSettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import Mode, PromptVersion, Task
 from tests.support.otlp import OtlpSink
@@ -102,6 +103,26 @@ async def test_prompt_route_with_baggage_pins_version(tmp_path: Path) -> None:
         ):
             async with anybody.get(f"/v1/prompts/greeting/text{query}", headers=headers) as answer:
                 assert (answer.status, await answer.text(), answer.headers.get("Spangrad-Prompt-Version")) == expected
+
+
+async def test_agents_token_reads_prompts_and_nothing_else(queue_db: str) -> None:
+    chosen = queue_settings(queue_db, queue__token="secret")
+    agents = agent_token("secret")
+    async with serving(chosen), aiohttp.ClientSession(str(chosen.queue.url), headers={"Authorization": f"Bearer {agents}"}) as agent:
+        kept = await asyncio.to_thread(PromptStore(str(chosen.queue.url), "secret").put, "greeting", "one")
+        assert await asyncio.to_thread(PromptStore(str(chosen.queue.url), agents).get, "greeting") == kept
+        statuses: dict[tuple[str, str], int] = {}
+        for method, path in (
+            ("GET", "/v1/prompts/greeting/text"),
+            ("PUT", "/v1/prompts/greeting"),
+            ("GET", "/v1/prompts/greeting/edits"),
+            ("GET", "/v1/rollouts"),
+            ("POST", "/v1/leases"),
+            ("GET", "/v1/nothing"),
+        ):
+            async with agent.request(method, path) as answer:
+                statuses[method, path] = answer.status
+        assert list(statuses.values()) == [200, 401, 401, 401, 401, 401], statuses
 
 
 @settings(deadline=None, max_examples=40)

@@ -23,6 +23,7 @@ from spangrad.client.task_groups import queued
 from spangrad.episode.agent import REFERENCE as EPISODES
 from spangrad.errors import AgentError, GatewayError, SettingsError, StoreError
 from spangrad.greedy_baseline import wants_greedy
+from spangrad.http.tokens import agent_token
 from spangrad.processes import free_ports
 from spangrad.settings import AirRule, BuilderSettings, GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.settings.runner import EpisodeSettings, FailureRewards, ValidationSampling
@@ -454,14 +455,14 @@ def test_agent_environment_has_endpoints_keys_and_context() -> None:
         "PATH": "/bin",
         "OTEL_SERVICE_NAME": "mine",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
-        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20a%2Bb%2Fc%3D%3D%2C%2541",
+        "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{agent_token('a+b/c==,%41')}",
     }
     assert agent_environment(started, settings, CallableAgent("mine:agent")) == {
         **store,
         "OPENAI_BASE_URL": "http://g:2/v1",
-        "OPENAI_API_KEY": "k",
+        "OPENAI_API_KEY": agent_token("k"),
     }
-    assert parse_headers(store["OTEL_EXPORTER_OTLP_HEADERS"]) == {"authorization": "Bearer a+b/c==,%41"}
+    assert parse_headers(store["OTEL_EXPORTER_OTLP_HEADERS"]) == {"authorization": f"Bearer {agent_token('a+b/c==,%41')}"}
     direct = settings.model_copy(update={"runner": RunnerSettings(gateway=False)})
     engine = {**store, "OPENAI_BASE_URL": "http://e:3/v1"}
     episodes = agent_environment(started, settings, CallableAgent(EPISODES, environment="mine:Game"))

@@ -25,6 +25,7 @@ from collector.sql.frames import frame, frame_plainly, unframe
 from collector.sql.guard import ForbiddenError, StatementGuard
 from collector.sql.readers import ReaderLimits
 from collector.sql.request import Statement, read_statement
+from spangrad.http.tokens import agent_token
 
 
 def statement(sql: str, rows: bytes | None = None, form: str = "TabSeparated") -> Statement:
@@ -328,6 +329,14 @@ def test_guardian_accepts_token_in_every_form() -> None:
         assert guardian.clickhouse_role({"Authorization": f"bearer {token}"}, {}) is role
         assert guardian.clickhouse_role({}, {"password": token}) is role
         assert guardian.admits_bearer(f"Bearer {token}") is (role is TokenRole.WRITER)
+
+
+def test_guardian_lets_agents_send_spans_and_nothing_else() -> None:
+    guardian, shown = Guardian("secret", "eyes"), agent_token("secret")
+
+    assert guardian.admits_bearer(f"Bearer {shown}")
+    assert guardian.clickhouse_role({"Authorization": f"Bearer {shown}"}, {}) is None
+    assert not guardian.admits_bearer(f"Bearer {agent_token('eyes')}")
 
 
 def test_guardian_without_token_admits_all_but_readers_as_writer() -> None:

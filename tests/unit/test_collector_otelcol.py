@@ -9,6 +9,7 @@ import pytest
 
 from collector import otelcol
 from spangrad.errors import SpangradError
+from spangrad.http.tokens import agent_token
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
 
@@ -99,6 +100,7 @@ def test_otelcol_environment_has_settings() -> None:
         "SPANGRAD_COLLECTOR__QUEUE_BYTES": str(2 * 2**30),
         # The Collector expands dollars; two are one.
         "SPANGRAD_COLLECTOR__TOKEN": "a$$b",
+        "COLLECTOR_AGENT_TOKEN": agent_token("a$b"),
     }
 
 

@@ -23,6 +23,7 @@ from cryptography.x509.oid import NameOID
 from gateway.proxy.auth import AccessControl, require_safe, tls_context
 from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.http.client_timeouts import SilentConnections
+from spangrad.http.tokens import agent_token
 from spangrad.settings import GatewaySettings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
@@ -64,6 +65,8 @@ CHAT = "/v1/chat/completions"
         ({"x-api-key": "root"}, CHAT, "", (200, "")),
         (bearer("nobody") | {"x-api-key": "any-key"}, CHAT, "", (200, "")),
         (bearer("any-key"), CHAT, "", (200, "")),
+        (bearer(agent_token("root")), CHAT, "", (200, "")),
+        (bearer(agent_token("any-key")), CHAT, "", (401, "authentication_error: this gateway asks for a token.")),
         (bearer("any-key"), f"/rollout/r/attempt/0{CHAT}", "", (200, "")),
         (bearer("evals-key"), f"/rollout/eval-1/attempt/0{CHAT}", "", (200, "")),
         (bearer("evals-key"), CHAT, "spangrad.rollout.id=eval-2", (200, "")),
@@ -143,7 +146,7 @@ async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> 
 )
 async def test_gateway_admin_orders_need_administrator_token(method: str, path: str, body: object) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
-        for token in ("evals-key", "any-key"):
+        for token in ("evals-key", "any-key", agent_token("root")):
             status, message = await ask(stage, method, path, bearer(token), json=body)
             assert (status, message.split(":")[0]) == (403, "permission_error")
         for token in ("root", "trainer-key"):

@@ -16,6 +16,9 @@ from spangrad import semconv
 from spangrad.agent.propagation import baggage_of
 from spangrad.http.server import body, json_response, refusal
 
+PROMPT_PATHS = frozenset({"/v1/prompts/{name}", "/v1/prompts/{name}/text"})
+"""Paths at which an agent reads a prompt."""
+
 
 class PromptAnswers:
     """HTTP handlers for prompts."""
