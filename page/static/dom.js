@@ -127,8 +127,8 @@ export function counted(count, noun) {
 
 export function duration(milliseconds) {
   if (milliseconds === null || milliseconds === undefined) return "–";
-  for (const [size, unit] of [[3600e3, "h"], [60e3, "min"], [1e3, "s"], [1, "ms"]]) {
-    if (milliseconds >= size) return `${Number((milliseconds / size).toPrecision(3))} ${unit}`;
+  for (const [from, size, unit] of [[48 * 3600e3, 24 * 3600e3, "days"], [3600e3, 3600e3, "h"], [60e3, 60e3, "min"], [1e3, 1e3, "s"], [1, 1, "ms"]]) {
+    if (milliseconds >= from) return `${Number((milliseconds / size).toPrecision(3))} ${unit}`;
   }
   return milliseconds > 0 ? `${Number((milliseconds * 1000).toPrecision(3))} µs` : "0 s";
 }

@@ -191,6 +191,11 @@ def test_number_keeps_all_digits_before_the_point(visitor: Visitor) -> None:
     assert page.evaluate(shown, values) == ["1,235", "1,234", "1,000", "-45,679", "0.123", "100", "1.23e-5"]
 
 
+def test_duration_beyond_two_days_is_in_days(visitor: Visitor) -> None:
+    shown = "async (hours) => { const { duration } = await import('/static/dom.js'); return hours.map((hour) => duration(hour * 3600e3)); }"
+    assert visitor.open("/").evaluate(shown, [0.5, 47, 48, 8010]) == ["30 min", "47 h", "2 days", "334 days"]
+
+
 def test_percent_of_almost_none_or_all_is_neither_0_nor_100(visitor: Visitor) -> None:
     page = visitor.open("/actions")
     shown = "async (parts) => { const { percent } = await import('/static/dom.js'); return parts.map((part) => percent(part, 1000)); }"
