@@ -19,6 +19,7 @@ from spangrad.http.tokens import agent_token
 from spangrad.leases import this_process
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.runner import ContainerSettings
+from spangrad.settings.sources import without_secrets
 
 _NOT_FOR_HOSTS = frozenset(
     {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
@@ -156,14 +157,15 @@ def exporter_variables(store: StoreSettings) -> dict[str, str]:
 def agent_environment(environ: Mapping[str, str], settings: Settings, agent: AgentSpec) -> dict[str, str]:
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
-    The tokens that it gets are those of agents: model-written code that reads them can call models and send spans, no more.
+    It gets the tokens of agents, and none of the variables that set the servers': code of a model that reads its environment can call
+    models and send spans, no more.
 
     Args:
         environ: the runner's own environment.
         settings: addresses of gateway, engine and store.
         agent: its name is the `service.name` of its spans, unless the environment sets another one.
     """
-    variables = {name: value for name, value in environ.items() if name not in _NOT_FOR_HOSTS}
+    variables = {name: value for name, value in without_secrets(environ).items() if name not in _NOT_FOR_HOSTS}
     variables.setdefault("OTEL_SERVICE_NAME", agent.name)
     variables |= exporter_variables(settings.store)
     if settings.queue.url is not None:

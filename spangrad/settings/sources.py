@@ -212,6 +212,15 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, boo
             yield from _fields(cast("type[BaseModel]", kind), f"{key}.")
 
 
+def _secret_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the keys below a model whose values hold secrets; those of sections too, which a variable may set as a whole."""
+    for name, field in model.model_fields.items():
+        if has_secret(field.annotation):
+            yield f"{prefix}{name}"
+            for section in models_in(field.annotation):
+                yield from _secret_keys(section, f"{prefix}{name}.")
+
+
 _SECTIONS = frozenset(key for key, section in _fields(Settings) if section)
 _KEYS = frozenset(key for key, section in _fields(Settings) if not section)
 
@@ -242,6 +251,18 @@ def require_known(key: str) -> None:
 def variable_of(key: str) -> str:
     """Return the environment variable that sets a dotted key."""
     return ENV_PREFIX + key.replace(".", ENV_NESTING).upper()
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables that set secrets of ours: tokens, keys, and URLs with a password."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(ENV_PREFIX) or (name.upper() not in _SECRET_VARIABLES and without_userinfo(value) == value)
+    }
+
+
+_SECRET_VARIABLES = frozenset(variable_of(key) for key in _secret_keys(Settings))
 
 
 def _nearest(key: str) -> str:

@@ -444,15 +444,18 @@ async def test_run_with_missing_service_raises_before_any_rollout(tmp_path: Path
     assert _children() == []
 
 
-def test_agent_environment_has_endpoints_keys_and_context() -> None:
+def test_agent_environment_has_endpoints_and_no_secrets_of_servers() -> None:
     settings = Settings(
         store=StoreSettings(otlp_endpoint="http://s:1", token="a+b/c==,%41"),  # pyright: ignore[reportArgumentType]
         gateway=GatewaySettings(url="http://g:2/", token="k", engine_url="http://e:3"),  # pyright: ignore[reportArgumentType]
     )
-    started = {"PATH": "/bin", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
+    started = {"PATH": "/bin", "SPANGRAD_RUNNER__DIRECTORY": "runs", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
+    started |= {"SPANGRAD_STORE__TOKEN": "a", "SPANGRAD_gateway__token": "k", "SPANGRAD_QUEUE": '{"token": "q"}', "SPANGRAD_QUEUE__DB": "d"}
+    started |= {"SPANGRAD_STORE__URL": "http://me:secret@s:8123", "SPANGRAD_GATEWAY__BACKENDS": "[]"}
     started |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://other:1/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "key=other"}
     store = {
         "PATH": "/bin",
+        "SPANGRAD_RUNNER__DIRECTORY": "runs",
         "OTEL_SERVICE_NAME": "mine",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{agent_token('a+b/c==,%41')}",
