@@ -68,6 +68,7 @@ ROLLOUTS = sa.Table(
     sa.Index("rollouts_by_run", "run_id", "seq"),
     sa.Index("rollouts_by_end", "run_id", "ended", **_ENDED_ONLY),
     sa.Index("rollouts_by_outcome", "run_id", "state", "seq", **_ENDED_ONLY),
+    sa.Index("rollouts_by_outcome_of_any_run", "state", "seq", **_ENDED_ONLY),
 )
 ATTEMPTS = sa.Table(
     "attempts",

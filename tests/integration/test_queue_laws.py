@@ -208,6 +208,7 @@ REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
     "list of all runs": lambda c, _: rows.listed(c, run_id=None, state=None, **PAGE),
     "list, newest first": lambda c, _: rows.listed(c, run_id="run 7", state=None, newest_first=True, **PAGE),
     "list of succeeded": lambda c, _: rows.listed(c, run_id="run 7", state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
+    "list of succeeded, all runs": lambda c, _: rows.listed(c, run_id=None, state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
     "list of failed": lambda c, _: rows.listed(c, run_id="run 7", state=RolloutState.FAILED, **PAGE),
 }
 """Statements that are repeated while a run goes on."""
