@@ -152,7 +152,7 @@ def _explain(outcomes: Sequence[Outcome], runner: RunnerSettings) -> None:
     rewarded = [outcome for outcome in outcomes if outcome.failure is None and not outcome.reward]
     if rewarded:
         print(
-            f"{len(rewarded)} recorded their rewards on their own spans; see `spangrad rollout show {rewarded[0].key.rollout_id}`, or the "
+            f"{len(rewarded)} recorded rewards on the spans of the agent; see `spangrad rollout show {rewarded[0].key.rollout_id}`, or the "
             "table spangrad.rollouts"
         )
     if len(failed) < len(outcomes) and all(outcome.calls == 0 for outcome in outcomes):

@@ -97,7 +97,7 @@ def test_run_agents_without_policy_call_print_hint(capsys: pytest.CaptureFixture
 def test_run_agents_that_reward_themselves_name_where_rewards_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert outcome(capsys, ["call", "self"], agent="mine.py:odd") == (
         0,
-        [f"2 recorded their rewards on their own spans; {MORE}, or the table spangrad.rollouts"],
+        [f"2 recorded rewards on the spans of the agent; {MORE}, or the table spangrad.rollouts"],
     )
 
 
