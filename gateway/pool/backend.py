@@ -75,6 +75,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     topology: EngineTopology = EngineTopology()
     shared_state: bool = True
     """True if its API servers share their state, so that an order to one reaches all."""
+    started: int = 0
+    """Start of its vLLM, in nanoseconds since 1970. 0: not known."""
 
 
 class _Pause(msgspec.Struct):
@@ -90,6 +92,8 @@ class Backend(Upstream):
         self.reason = f"the engine at {self.url} is not admitted yet"
         self.info: EngineInfo | None = None
         """State that the engine reported. None: it was never reached while it was warm."""
+        self.started = 0
+        """Start of the vLLM that was looked at last; 0: not known."""
         self.held: EngineSums | None = None
         """Sums of the parameters in the engine's memory, by tensor. None: not known."""
         self.publication: dict[str, float] = {}

@@ -72,6 +72,9 @@ async def _look(backend: Backend, policy: Policy) -> EngineError | None:
             else:
                 backend.reason = str(error)
             return error
+        is_another, backend.started = backend.started not in {0, info.started}, info.started
+        if is_another and (backend.broken or backend.status is not BackendStatus.DOWN):  # it was not looked at while it was away
+            backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)
         restarted = backend.info is not None and info.version != backend.info.version
         if not backend.broken and (backend.status is BackendStatus.DOWN or restarted):
             await _try_to_admit(backend, policy, info)

@@ -193,6 +193,7 @@ class SpangradMiddleware:
             },
             "pid": os.getpid(),
             "shared_state": self.state.shared,
+            "started": self.state.started,
         }
 
     def facts(self, tap: Tap | None, constrained: bool, complete: bool) -> dict[str, Any]:

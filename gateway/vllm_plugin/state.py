@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from enum import IntEnum
 from pathlib import Path
 
@@ -36,11 +37,19 @@ class EngineState(ctypes.Structure):
     """Policy version that is served now."""
     gate: int
     """Treatment of calls that arrive, a `Gate`."""
+    started: int
+    """Start of this vLLM, in nanoseconds since 1970: another one has another. 0: not known."""
     replaced: bool
     """True once it serves other weights than those it was started with."""
     warm: bool
     """True once the first requests were answered."""
-    _fields_ = (("version", ctypes.c_int64), ("gate", ctypes.c_int64), ("replaced", ctypes.c_bool), ("warm", ctypes.c_bool))
+    _fields_ = (
+        ("version", ctypes.c_int64),
+        ("gate", ctypes.c_int64),
+        ("started", ctypes.c_int64),
+        ("replaced", ctypes.c_bool),
+        ("warm", ctypes.c_bool),
+    )
 
     shared = False
     """True if every API server of this vLLM has the same state."""
@@ -59,4 +68,4 @@ def write_state(path: Path, version: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # In place of the old file, which a vLLM that still ends may have mapped.
     path.unlink(missing_ok=True)
-    path.write_bytes(bytes(EngineState(version=version)))
+    path.write_bytes(bytes(EngineState(version=version, started=time.time_ns())))

@@ -65,7 +65,6 @@ class FakeEngine:
     lora_rank: int = 0
     """Largest rank of the adapters that it takes."""
     transfer: str = ""
-    """Over what it takes weights from a trainer."""
     base: Path | None = None
     """Directory of its base, where that is another than the weights' that it was started with."""
     scope: str = "full"
@@ -80,6 +79,7 @@ class FakeEngine:
     """Parameters in effect, as the plugin reports them. None: it does not."""
     topology: dict[str, int] = field(default_factory=dict[str, int])
     shared_state: bool = True
+    started: int = 0
     port: int = field(default_factory=lambda: free_ports(1)[0])
     status: int = 200
     """Status of chat answers; anything but 200 is an error in vLLM's form, with `refusal` as its message."""
@@ -179,10 +179,10 @@ class FakeEngine:
 
     async def _info(self, request: web.Request) -> web.Response:
         served = {"policy": self.policy, "version": self.version, "tokenizer_hash": "cafe", "warm": self.warm, "model": self.model}
-        bare = "the bare adapter" if self.lora_rank else ""
-        capabilities = {"lora_rank": self.lora_rank, "zero_adapter": bare, "transfer": self.transfer, "checksum": self.scope}
-        processes = {"topology": self.topology, "shared_state": self.shared_state, "dtype": self.checksum.partition(":")[0]}
-        return web.json_response({**served, **capabilities, **processes, "asleep": bool(self.sleeping)})
+        adapters = {"lora_rank": self.lora_rank, "zero_adapter": "the bare adapter" if self.lora_rank else ""}
+        weights = {"transfer": self.transfer, "checksum": self.scope, "dtype": self.checksum.partition(":")[0]}
+        processes = {"topology": self.topology, "shared_state": self.shared_state, "started": self.started, "asleep": bool(self.sleeping)}
+        return web.json_response({**served, **adapters, **weights, **processes})
 
     def take(self, sums: dict[str, TensorSums]) -> None:
         """Hold these weights from now on."""

@@ -306,6 +306,7 @@ async def test_middleware_version_changes_once_vllm_has_accepted(vllm: Vllm, mid
         "topology": {"tensor": 2, "pipeline": 1, "data": 1, "api_servers": 1},
         "pid": os.getpid(),
         "shared_state": False,
+        "started": 0,
     }
     assert json.loads((await call(middleware, "/spangrad/info", method="GET"))[2][0]) == expected
     await call(middleware, "/spangrad/warm", {})
@@ -372,8 +373,11 @@ async def test_middleware_orders_and_calls_end_with_a_dead_engine(
 
 async def test_middleware_state_of_an_engine_that_starts_again_is_new(servers: list[SpangradMiddleware], tmp_path: Path) -> None:
     await call(servers[0], "/update_weight_version", {"new_version": "7"})
+    before = servers[1].state
     write_state(tmp_path / "state", 3)
-    assert (EngineState.of_file(tmp_path / "state").version, servers[1].state.version) == (3, 7), "one that still ends has the old one"
+    now = EngineState.of_file(tmp_path / "state")
+    assert (now.version, before.version) == (3, 7), "one that still ends has the old one"
+    assert now.started > before.started > 0
 
 
 async def test_middleware_checksum_asks_every_replica(vllm: Vllm, middleware: SpangradMiddleware) -> None:

@@ -11,7 +11,7 @@ import pytest
 from gateway.pool import watch
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateways import Stage, ask, backends, models, release_of, several, staged, started
+from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
 
 VERSIONS = "/admin/policies/policy/versions"
 
@@ -47,6 +47,35 @@ async def test_admission_with_unreadable_weights_keeps_only_that_engine_out(weig
         assert (status, "cannot be read" in answer["error"]["message"]) == (409, True)
         status, answer = await ask(stage, "POST", VERSIONS, {**body, "version": 2, "path": "x" * 5000})
         assert (status, "File name too long" in answer["error"]["message"]) == (409, True)
+
+
+async def test_engine_restarted_within_a_failing_publication_is_admitted_again(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    engines[1].started = 1
+    async with several(*engines) as stage:
+        await all_serve(stage, 2)
+        engines[1].refuses = "reload_weights"
+        assert (await ask(stage, "POST", VERSIONS, release_of(weights, 1)))[0] == 200
+        assert "failed at reload" in await second_is_down(stage)
+        # What a restart does to vLLM; the gateway looks again when it is up.
+        engines[1].started, engines[1].refuses, engines[1].paused = 2, "", False
+        await all_serve(stage, 2)
+        assert [engine.version for engine in engines] == [1, 1]
+        assert engines[1].checksum == checksum_directory(weights[1])
+
+
+async def test_admission_of_restarted_engine_that_is_refused_logs_once(
+    weights: list[Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "POLL_SECONDS", 0.02)
+    engines = started(weights, 2)
+    engines[1].started = 1
+    async with several(*engines) as stage:
+        await all_serve(stage, 2)
+        engines[1].topology, engines[1].shared_state, engines[1].started = {"api_servers": 2, "data": 2}, False, 2
+        assert "runs 2 API servers that share no state" in await second_is_down(stage)
+        await asyncio.sleep(10 * watch.POLL_SECONDS)
+        assert len([record for record in caplog.records if "share no state" in record.getMessage()]) == 1
 
 
 async def test_admission_of_engine_whose_api_servers_share_no_state_refuses() -> None:
