@@ -24,7 +24,7 @@ from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
 from transition_builder.completeness.reassigned_traces import REASSIGNED
 from transition_builder.completeness.resolve import NAMED, claim
-from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
+from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts, without
 from transition_builder.ended import EndedRollouts, ended
 from transition_builder.frames import Frames, conform, empty
 from transition_builder.rewards import sql
@@ -351,8 +351,8 @@ class Builder:
         for batch in silent.iter_slices(ROLLOUTS_PER_READ):
             for rollouts in self._batch_sizes.of(self._claimed(batch)):
                 self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
-        for batch in (current, rootless.join(roots.filter("Final"), on=ROLLOUT, how="semi")):
-            self._rootless = self._rootless.join(batch, on="TraceId", how="anti")
+        concluded = pl.concat([current.select(ROLLOUT), roots.filter("Final").select(ROLLOUT)])
+        self._rootless = without(self._rootless, due, rootless, concluded)
 
     def _silence(self) -> pl.Expr:
         return waiting.silence(self._spec, self._waiting_times.quiet_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 import pytest
 
 from spangrad.settings import Settings, StoreSettings
@@ -12,6 +13,7 @@ from tests.support.built_rollouts import outcome, post, revisions, rows, setting
 from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
+from transition_builder.source.claims import Claims
 
 
 def nameless(spans: SpanFactory, *but: str) -> SpanFactory:
@@ -135,6 +137,28 @@ def test_builder_rootless_rollout_beside_same_id_in_other_run_is_concluded(store
     build_all(settings_of(store, "namesake", incomplete_after_seconds=0))  # which finds the other one built
     assert [row[:3] for row in outcome(store, "namesake-whole")[0]] == [("namesake", 0, str(whole.calls[0]["SpanId"]))]
     assert outcome(store, "namesake-cut") == ([], [("namesake", 0, call, "incomplete", "no final root arrived")])
+
+
+def test_builder_rollout_beside_built_one_in_its_trace_is_concluded(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rollouts in one trace, both without a root: other builders hold both, and have built the first."""
+    first, second = "beside-built-1", "beside-built-2"
+    spans, free = SpanFactory(run="beside-built"), set[str]()
+    calls = {rollout: spans.call("", rollout=rollout, trace="beside-built") for rollout in (first, second)}
+    post(store, spans.otlp())
+    monkeypatch.setattr(Claims, "take", lambda _, rollouts, __: rollouts.filter(pl.col("RolloutId").is_in(free)))
+    settings = settings_of(store, "beside-built", quiet_seconds=0, incomplete_after_seconds=0)
+    builder, other = Builder(settings), Builder(settings)
+    builder.build_ready()
+    free.add(first)
+    other.build_ready()
+    free.clear()
+    builder.build_ready()
+    free.add(second)
+    builder.build_ready()
+    assert outcome(store, "beside-built") == (
+        [],
+        [(rollout, 0, calls[rollout], "incomplete", "no final root arrived") for rollout in (first, second)],
+    )
 
 
 def test_builder_rollout_cancelled_after_lost_worker_is_built(store: StoreSettings) -> None:

@@ -41,6 +41,19 @@ def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
     return newest.select(known.columns)
 
 
+def without(known: pl.DataFrame, due: pl.DataFrame, rollouts: pl.DataFrame, concluded: pl.DataFrame) -> pl.DataFrame:
+    """Return known ROOTLESS rows without those that are due and belong to concluded rollouts.
+
+    Args:
+        known: ROOTLESS, and CheckedAt.
+        due: rows of `known`.
+        rollouts: of `rollouts_of` for `due`.
+        concluded: RunId and RolloutId.
+    """
+    rows = rollouts.with_row_index("row").join(concluded, on=ROLLOUT, how="semi")["row"]
+    return known.join(due[rows], on=_NAMING, how="anti")
+
+
 def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
     """Return the rows with the rollouts that they belong to; Ours: a span names it as a rollout; Announced: a runner announced it.
 
