@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 import polars as pl
 import pytest
@@ -16,6 +16,8 @@ from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.frames import conform, empty
 from transition_builder.schemas import ARRIVED, BUILT, OWNERS, ROOTLESS, ROOTS
+from transition_builder.source import queries
+from transition_builder.source.known_builds import KnownBuilds
 
 TIME = SpanFactory.time
 
@@ -89,6 +91,20 @@ def unnamed_rows(*arrivals: float) -> pl.DataFrame:
         for at in arrivals
     ]
     return pl.DataFrame(rows, schema=dict(ARRIVED))
+
+
+def test_known_builds_of_many_rollouts_repeat_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest revisions of so many rollouts are read with those of all others."""
+    build = {"RunId": "run", "Revision": 0, "Content": 1, "Watermark": TIME(0), "RowsRead": 1, "IngestedAt": TIME(0)}
+    builds = pl.DataFrame([build | {"RolloutId": name} for name in ("a", "b")], schema=dict(BUILT))
+
+    def query(*_: object, **__: object) -> pl.DataFrame:
+        return builds
+
+    monkeypatch.setattr(queries, "_QUERIES", 0)
+    monkeypatch.setattr(queries, "query", query)
+    known = KnownBuilds(queries.StoreReader(cast("Any", None), Settings()))
+    assert [known.of(pl.Series([name]))["RolloutId"].to_list() for name in ("a", "b")] == [["a"], ["b"]]
 
 
 def test_builder_root_visible_during_slow_first_look_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ class StoreReader:
         """Return BUILT: the newest revisions of all rollouts of some names, in any run."""
         of_spec = f"BuildSpec = '{self.spec}'"
         if rollouts.n_unique() > _QUERIES * KEYS_A_STATEMENT:
-            return self._newest(of_spec, scans=True)
+            return self._newest(of_spec, scans=True).filter(pl.col("RolloutId").is_in(rollouts.implode()))
         return concat((self._newest(f"{of_spec} AND RolloutId IN {constant(some)}") for some in batches(rollouts)), BUILT)
 
     def _newest(self, where: str, *, scans: bool = False) -> pl.DataFrame:
