@@ -264,6 +264,25 @@ def test_read_gen_ai_parts() -> None:
     assert read(SpanText(attributes), 0) == Dialogue(prompt, HELLO, [ADD])
 
 
+def test_read_vercel_span_has_tools_results_and_reasoning() -> None:
+    asked = [{"type": "reasoning", "text": "hm"}, {"type": "tool-call", "toolCallId": "c1", "toolName": "add", "input": {"a": 1}}]
+    prompt = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": asked},
+        {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "output": {"type": "text", "value": "sunny"}}]},
+        {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "output": {"type": "json", "value": {"sum": 2}}}]},
+        {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "result": {"value": 3}}]},
+    ]
+    attributes = {
+        "ai.prompt.messages": json.dumps(prompt),
+        "ai.prompt.tools": json.dumps([json.dumps({"type": "function", "name": "add", "inputSchema": {"type": "object"}})]),
+        "ai.response.text": "hello",
+    }
+    answers = [{"role": "tool", "content": text, "tool_call_id": "c1"} for text in ("sunny", '{"sum": 2}', '{"value": 3}')]
+    calling = {"role": "assistant", "content": "", "tool_calls": [call('{"a": 1}')], "reasoning_content": "hm"}
+    assert read(SpanText(attributes), 0) == Dialogue([HI, calling, *answers], HELLO, [ADD])
+
+
 def test_read_half_of_surrogate_pair_is_replaced() -> None:
     emoji = "\U0001f600 \\ud83d"  # a whole pair, and what only looks like an escape
     request, response = {"messages": [{"role": "user", "content": "cut \ud83d here"}]}, {"choices": [{"message": {"content": emoji}}]}

@@ -191,12 +191,12 @@ def as_text(value: object) -> str:
 
 
 def tool(given: object) -> Tool:
-    """Return a tool in the form of OpenAI's chat, from any of the three forms."""
+    """Return a tool in the form of OpenAI's chat, from that of any interface, or of Vercel's AI SDK."""
     fields = _dict(given)
     if "function" in fields:
         function = _dict(fields["function"])
-    elif "input_schema" in fields:
-        function = {"name": fields.get("name"), "description": fields.get("description"), "parameters": fields["input_schema"]}
+    elif schema := [fields[name] for name in ("input_schema", "inputSchema") if name in fields]:
+        function = {"name": fields.get("name"), "description": fields.get("description"), "parameters": schema[0]}
     else:
         function = {name: fields.get(name) for name in ("name", "description", "parameters", "strict")}
     if not function.get("name"):
@@ -236,11 +236,14 @@ def part_messages(role: str, parts: Iterable[object], name: object = None) -> li
             case "tool_call_response":
                 results.append(message("tool", as_text(part.get("response", part.get("result"))), tool_call_id=part.get("id")))
             case "tool-result":
-                results.append(message("tool", as_text(part.get("output", part.get("result"))), tool_call_id=part.get("toolCallId")))
+                output = part.get("output", part.get("result"))
+                if isinstance(part.get("output"), dict) and "value" in part["output"]:
+                    output = part["output"]["value"]  # since version 5 of the AI SDK: {"type": "text", "value": ...}
+                results.append(message("tool", as_text(output), tool_call_id=part.get("toolCallId")))
             case "tool_use" | "tool_call" | "tool-call":
                 calls.append(part)
             case "thinking" | "reasoning":
-                reasoning.append(str(part.get("thinking", part.get("content", ""))))
+                reasoning += [str(part[name]) for name in ("thinking", "content", "text") if name in part][:1]
             case "redacted_thinking":
                 pass
             case "text" if "text" not in part:

@@ -262,7 +262,9 @@ def _vercel(span: SpanText, choice: int) -> Dialogue | None:
         given = fields.get("messages") or [{"role": "user", "content": fields.get("prompt")}]
         asked = [*([{"role": "system", "content": fields["system"]}] if fields.get("system") else []), *given]
     prompt = [item for given in cast("list[dict[str, Any]]", asked) for item in parted_messages(given)]
-    return Dialogue(prompt, message("assistant", words, calls or []), [], span.attributes.get("ai.response.finishReason") in CUT)
+    offered = _json(span.attributes.get("ai.prompt.tools")) or []
+    tools = [tool(_json(item) if isinstance(item, str) else item) for item in offered]
+    return Dialogue(prompt, message("assistant", words, calls or []), tools, span.attributes.get("ai.response.finishReason") in CUT)
 
 
 def _pairs(span: SpanText, choice: int) -> Dialogue | None:
