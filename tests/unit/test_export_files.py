@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spangrad.errors import BuilderError
@@ -39,6 +40,17 @@ def test_fitting_tools_list_that_changes_an_earlier_one_does_not_fit() -> None:
     fitting, column_type = fitting_tools({empty: 9, precise: 8, huge: 7, double: 6})
     assert (fitting, column_type) == ({"", empty, precise}, pa.list_(pa.struct([("x", pa.int64())])))
     assert fitting_tools({double: 2, precise: 1})[0] == {"", double}
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object", "properties": {}}, {"required": [], "x": None, "y": {"z": [{}]}}])
+def test_fitting_tools_type_can_be_written_as_parquet(tmp_path: Path, parameters: dict[str, Any]) -> None:
+    """A tool without parameters is a struct without fields, which Parquet does not hold."""
+    plain, bare = (json.dumps([{"name": name, "p": p}]) for name, p in (("a", {"type": "object", "required": []}), ("b", parameters)))
+    fitting, column_type = fitting_tools({bare: 2, plain: 1})
+    assert fitting == {"", plain}
+    table = pa.table({"tools": pa.array([json.loads(plain), []], column_type)})
+    pq.write_table(table, tmp_path / "tools.parquet")
+    assert pq.read_table(tmp_path / "tools.parquet").column("tools").to_pylist() == [json.loads(plain), []]
 
 
 def write_to(out: Path, *, directory: bool, text: str = "new") -> None:

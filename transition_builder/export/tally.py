@@ -35,7 +35,7 @@ class LeftOut(StrEnum):
     FOREIGN_REPLIES = "foreign_replies"
     """It has replies that no call of the rollout gave, and this format trains every reply."""
     TOOLS_DIFFER = "tools_differ"
-    """Its tools cannot stand beside those of other rows in Parquet's columns without being changed."""
+    """Parquet's columns cannot hold its tools unchanged, beside those of other rows or at all."""
     LATER_CALL = "later_call"
     """It is not its rollout's first call, and this format holds the first prompts of rollouts."""
     OTHER_BRANCH = "other_branch"

@@ -104,7 +104,7 @@ def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
         try:
             tried_type = pa.infer_type([*examples, tools])
             changed = [tools] if tried_type == column_type else [*chosen, tools]
-            if pa.array(changed, tried_type).to_pylist() != changed:
+            if not _fits_parquet(tried_type) or pa.array(changed, tried_type).to_pylist() != changed:
                 continue
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # the last: an integer of more than 64 bits
             continue
@@ -114,3 +114,10 @@ def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
         chosen.append(tools)
         fitting.add(written)
     return fitting, column_type
+
+
+def _fits_parquet(dtype: Any) -> bool:
+    """Return whether Parquet holds a type: it has no structs without fields, such as the properties of a tool without parameters."""
+    if pa.types.is_list(dtype):
+        return _fits_parquet(dtype.value_type)
+    return not pa.types.is_struct(dtype) or (dtype.num_fields > 0 and all(_fits_parquet(field.type) for field in dtype))
