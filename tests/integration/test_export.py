@@ -287,6 +287,19 @@ def test_export_training_trace_has_a_turn_for_each_call(store: StoreSettings, tm
     assert dict(done.tally.written) == {"rows": 2, "turns": 3, "trained_tokens": 5}
 
 
+def test_export_training_trace_leaves_out_calls_without_logprobs(store: StoreSettings, tmp_path: Path) -> None:
+    """OpenEnv refuses a whole trace for one of them."""
+    world = StoredRollouts(store, "ex-trace-logprobs")
+    whole, computed, broken = ([-0.5], [], [float("nan")])
+    for logprobs in (whole, computed, broken):
+        world.call("r0", *chat([user("new")], "y"), ids=([9], [8]), Logprobs=logprobs)
+    world.call("r1", *chat([user("new")], "y"), ids=([9], [8]), Logprobs=computed)
+    world.commit()
+    done = write(world, "training-trace", tmp_path / "traces.jsonl")
+    assert [[turn["per_token_logps"] for turn in row["turns"]] for row in lines(tmp_path / "traces.jsonl")] == [[whole]]
+    assert dict(done.tally.left_out) == {"no_logprobs": 3}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_export_training_trace_is_valid_for_openenv(store: StoreSettings, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class LeftOut(StrEnum):
     """Its response ended at its token limit; as text it would teach to stop there."""
     NO_IDS = "no_token_ids"
     """It has no token ids, and this export writes ids."""
+    NO_LOGPROBS = "no_logprobs"
+    """It lacks a logprob for each sampled token, and this export writes logprobs."""
     NOT_TEXT = "not_text"
     """It has images or other parts that are no text, and this format cannot hold them."""
     NO_MESSAGES = "no_messages"

@@ -9,6 +9,7 @@ Source: openenv 0.10.0, openenv.core.harness.training.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ def write_training_trace(reader: ExportReader, out: Path) -> None:
             kept: list[tuple[dict[str, Any], list[dict[str, Any]]]] = []
             for rollout, calls in part.by_rollout():
                 with_ids = [call for call in calls if call["PromptIds"] and call["ResponseIds"]]
+                valid = [call for call in with_ids if _has_logprobs(call)]
                 reader.tally.count_left_out(LeftOut.NO_IDS, len(calls) - len(with_ids))
-                kept += [(rollout, with_ids)] if with_ids else []
+                reader.tally.count_left_out(LeftOut.NO_LOGPROBS, len(with_ids) - len(valid))
+                kept += [(rollout, valid)] if valid else []
             dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in kept for call in calls]))
             for rollout, calls in kept:
                 turns = [
@@ -37,6 +40,12 @@ def write_training_trace(reader: ExportReader, out: Path) -> None:
                 lines.write({"schema_version": 1, "turns": turns})
                 trained = sum(len(call["ResponseIds"]) for call in calls)
                 reader.tally.write(len(calls), rows=1, turns=len(calls), trained_tokens=trained)
+
+
+def _has_logprobs(call: dict[str, Any]) -> bool:
+    """Return whether a call has the logprobs that OpenEnv asks for; one without them would invalidate its whole trace."""
+    logprobs = call["Logprobs"]
+    return len(logprobs) == len(call["ResponseIds"]) and all(-math.inf < logprob <= 0 for logprob in logprobs)
 
 
 def _turn(call: dict[str, Any]) -> dict[str, Any]:
