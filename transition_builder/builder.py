@@ -209,7 +209,7 @@ class Builder:
     def _look_behind(self, arrived: pl.DataFrame, rootless: pl.DataFrame | None = None) -> None:
         """Remember traces without a final root (ROOTLESS of a sweep, else of what arrived), and built rollouts that are out of date."""
         if arrived.height:
-            keys = self._discovery.keys(arrived, whole=self._discovery.reads_all)
+            keys = self._discovery.keys(arrived)
             owners = self._discovery.owners(keys["TraceId"])
             self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
             if (unnamed := arrived.filter(~_NAMES_ITSELF)).height:

@@ -45,7 +45,6 @@ class Wrong:
 class ReconcileReport:
     """Sum of everything that one build specification built, newest revisions."""
 
-    build_spec: str
     rollouts: int
     calls: int
     """Policy calls of all attempts, a choice each, as the builds counted them."""
@@ -88,7 +87,6 @@ def reconcile_report(client: Client, url: str, spec: str) -> ReconcileReport:
     ((transitions,),) = rows(_TRANSITIONS.format(transitions=rows_sql("transitions", where=_OF_SPEC)))
     drops = rows(_DROPS.format(drops=rows_sql("drops", where=_OF_SPEC)))
     return ReconcileReport(
-        spec,
         rollouts,
         calls,
         transitions,

@@ -92,7 +92,7 @@ def test_reconcile_report_lists_late_calls_until_built(own: StoreSettings) -> No
         ("sum-3", "train", 0, 0, 0, 0, 0),
     ]
     reconciled = report(settings)
-    assert reconciled == ReconcileReport(settings.builder.spec, 3, 5, 4, {"no_logprobs": 1}, {"attempt_failed": 1}, [])
+    assert reconciled == ReconcileReport(3, 5, 4, {"no_logprobs": 1}, {"attempt_failed": 1}, [])
     assert printed(reconciled) == (
         0,
         """\

@@ -26,7 +26,6 @@ class Events:
 
     node: Indices
     """Outermost span of each."""
-    attempt: Indices
     path: Indices
     """Path of each, in which the outermost span stands for the step in its process."""
     is_call: Mask
@@ -48,7 +47,7 @@ class Events:
         at = clocks.last_steps(outermost_path)
         path[rows, at] = outermost_path[rows, at]
         agent, tool = (around[forest.parent[node]] for around in (agents.agent, agents.tool))
-        return cls(node, attempt, path, is_call, useful, agent, tool, np.searchsorted(attempt, attempt))
+        return cls(node, path, is_call, useful, agent, tool, np.searchsorted(attempt, attempt))
 
 
 def came_before(forest: SpanForest, clocks: Clocks, agents: Agents, events: Events) -> Indices:

@@ -24,6 +24,7 @@ from spangrad.errors import JSON_ERRORS
 from transition_builder.dialects import scopes
 from transition_builder.dialects.conventions import agent_lightning, mlflow
 from transition_builder.dialects.describe import conventions
+from transition_builder.dialects.model_spans import literal
 from transition_builder.dialects.reading import attribute, unquoted
 from transition_builder.schemas import SPAN
 
@@ -89,10 +90,6 @@ def _ids(*names: str) -> str:
     return f"JSONExtract({_first(*names)}, 'Array(UInt32)')"
 
 
-def _literal(pattern: str) -> str:
-    return "'" + pattern.replace("\\", "\\\\") + "'"
-
-
 def _object(fields: str, value: str = "field.2") -> str:
     """Return SQL for JSON of an object's fields (name, raw value) that are looked at."""
     named = f"arrayFilter(field -> field.1 IN {_LOOKED_AT}, {fields})"
@@ -104,8 +101,8 @@ def _parts(types: str) -> str:
     return f"toJSONString(arrayMap(type -> map('type', type), arrayDistinct({types})))"
 
 
-_HAS_MARK = f"match(text, {_literal(_MARK)})"
-_TYPED = _parts(f"extractAll(text, {_literal(_TYPE)})")
+_HAS_MARK = f"match(text, {literal(_MARK)})"
+_TYPED = _parts(f"extractAll(text, {literal(_TYPE)})")
 _CHOICES = f"arrayMap(choice -> {_object('JSONExtractKeysAndValuesRaw(choice)')}, JSONExtractArrayRaw(field.2))"
 _FIELD = f"if(field.1 = 'choices', concat('[', arrayStringConcat({_CHOICES}, ','), ']'), field.2)"
 _CONTENT = f"""multiIf(
@@ -122,7 +119,7 @@ WITH
     {_first(*ANSWER_ATTRIBUTES)} AS value,
     -- Request and answer, where they may hold something else than text: the fields that are looked at, long strings as "n".
     arrayMap(
-        text -> arrayStringConcat(arrayMap(token -> {_SHORTENED}, extractAll(text, {_literal(_TOKEN)}))),
+        text -> arrayStringConcat(arrayMap(token -> {_SHORTENED}, extractAll(text, {literal(_TOKEN)}))),
         arrayFilter(text -> {_HAS_MARK}, arrayMap(
             text -> {_CONTENT},
             arrayFilter(text -> {_HAS_MARK}, [{_first(semconv.OPENINFERENCE_INPUT, mlflow.INPUTS, "gen_ai.input.messages")}, value])

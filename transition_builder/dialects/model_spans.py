@@ -12,13 +12,14 @@ from transition_builder.dialects.conventions import gen_ai, others
 from transition_builder.dialects.describe import MARKS
 
 
-def _text(pattern: str) -> str:
+def literal(text: str) -> str:
     """Return a text as a SQL literal."""
-    return "'" + pattern.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 _OWN_MARKS = (mark for name, marks in MARKS.items() if name != "openinference" for mark in marks)
-_KEYS = ", ".join(_text(mark) for mark in (*_OWN_MARKS, *(words.mark for words in others.VOCABULARIES.values())))
+_KEYS = ", ".join(literal(mark) for mark in (*_OWN_MARKS, *(words.mark for words in others.VOCABULARIES.values())))
+_CALLS = ", ".join(literal(name) for name in gen_ai.CALLS)
 _NAMES = (suspects.NAMES, *(words.named for words in others.VOCABULARIES.values() if words.named))
 _OPERATION = f"lower(Attributes['{semconv.GEN_AI_OPERATION}'])"
 _URL = "concat(Attributes['url.full'], if(Attributes['url.full'] = '', Attributes['http.url'], ''))"
@@ -27,11 +28,11 @@ MODEL_SPAN_SQL = f"""(
     RowKind = 'span' AND (
         upper(Attributes['{semconv.OPENINFERENCE_KIND}']) = 'LLM'
         OR (arrayExists(key -> startsWith(key, 'gen_ai.'), mapKeys(Attributes))
-            AND ({_OPERATION} IN ({", ".join(_text(name) for name in gen_ai.CALLS)}) OR NOT match({_OPERATION}, {_text(gen_ai.OTHERS)})))
+            AND ({_OPERATION} IN ({_CALLS}) OR NOT match({_OPERATION}, {literal(gen_ai.OTHERS)})))
         OR hasAny(mapKeys(Attributes), [{_KEYS}])
-        OR match({_URL}, {_text(suspects.PATHS)})
-        OR {" OR ".join(f"match(SpanName, {_text(names)})" for names in _NAMES)}
-        OR arrayExists(key -> match(key, {_text(suspects.KEYS)}), mapKeys(Attributes))
+        OR match({_URL}, {literal(suspects.PATHS)})
+        OR {" OR ".join(f"match(SpanName, {literal(names)})" for names in _NAMES)}
+        OR arrayExists(key -> match(key, {literal(suspects.KEYS)}), mapKeys(Attributes))
         OR match(ScopeName, '^(agentlightning|agentops)')
     )
 )"""

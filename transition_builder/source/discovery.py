@@ -224,15 +224,11 @@ class Discovery:
         self._seen_next = rows
         return rows if self.sweeps else rows.join(self._seen, on=rows.columns, how="anti")
 
-    @property
-    def reads_all(self) -> bool:
-        """True if this sweep reads all of history: what does not name its rollout is among the arrivals."""
-        return self.is_first and self._begin is None
-
-    def keys(self, arrived: pl.DataFrame, *, whole: bool) -> pl.DataFrame:
-        """Return KEYS of the traces of the rows in `arrived`; `whole`: they are all rows of those traces that name no rollout."""
+    def keys(self, arrived: pl.DataFrame) -> pl.DataFrame:
+        """Return KEYS of the traces of ARRIVED."""
         own = conform(arrived.filter(~NAMED), KEYS).unique(maintain_order=True)
-        if whole:
+        if self.is_first and self._begin is None:
+            # This sweep reads all of history: all rows of those traces that name no rollout have arrived.
             return own
         return pl.concat([own, self._by_keys(_KEYS, arrived["TraceId"], KEYS)]).unique(maintain_order=True)
 
