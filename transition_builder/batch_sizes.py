@@ -1,6 +1,6 @@
 """Sizes of build batches: rollouts that are built together.
 
-Invariant: each rollout is whole and in one batch; a batch holds as many calls as fit the bounds, or a single rollout.
+Invariant: each rollout is whole and in one batch; a batch exceeds the bounds by its last rollout at most.
 """
 
 from __future__ import annotations

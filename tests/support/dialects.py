@@ -32,9 +32,7 @@ from transition_builder.schemas import NODES, SPANS
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN_FILES = ROOT / "tests/golden/dialects"
 _ALWAYS = ["ScopeName", "SpanName", "Convention"]
-_OMITTED_IF_EMPTY = [
-    name for name in (*NODES, "ResponseId", "Model", "InputTokens", "OutputTokens") if name not in {*SPANS, *_ALWAYS, "RolloutId"}
-]
+_OMITTED_IF_EMPTY = [name for name in NODES if name not in {*SPANS, *_ALWAYS, "RolloutId"}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def recorded(fixture: Path) -> pl.DataFrame:
 def described(spans: pl.DataFrame) -> list[dict[str, Any]]:
     """Return what the dialects read in spans, in the form of `GoldenFile.described`."""
     kinds: dict[str, dict[str, Any]] = {}
-    for node in dialects.describe(spans).select(*_ALWAYS, *dict.fromkeys(_OMITTED_IF_EMPTY)).iter_rows(named=True):
+    for node in dialects.describe(spans).select(*_ALWAYS, *_OMITTED_IF_EMPTY).iter_rows(named=True):
         kind = {name: value for name, value in node.items() if name in _ALWAYS or value not in (None, False, "", [])}
         kinds.setdefault(json.dumps(kind, sort_keys=True), {"spans": 0, **kind})["spans"] += 1
     return list(kinds.values())

@@ -84,8 +84,7 @@ def describe(spans: pl.DataFrame) -> pl.DataFrame:
         spans: SPANS and RolloutId, resolved; evaluations may be among them.
 
     Returns:
-        The same rows with the further columns of NODES, and ResponseId, Model, InputTokens, OutputTokens (null where the span is neither
-        call, engine call nor suspect, or has none).
+        The same rows with the further columns of NODES.
     """
     attributes = AttributeColumns(spans)
     beside = _beside(spans, attributes)

@@ -87,8 +87,8 @@ class GroupSlice:
     """Part of a dataset: some whole groups."""
 
     rollouts: pl.DataFrame
-    """Rollouts, a row each: ROLLOUT, TaskId, GroupSize, and Return, the weighted sum of its rewards. Null: it has none, or they are
-    of several roles."""
+    """Rollouts, a row each: ROLLOUT, TaskId, GroupSize, Group (the number of its group), and Return, the weighted sum of its rewards. Null:
+    it has none, or they are of several roles."""
     calls: pl.DataFrame
     """Calls, a row each, by rollout and turn: TRANSITIONS, Return and Reason. Reason is empty, or that of a drop, which has neither ids nor
     rewards."""

@@ -17,7 +17,7 @@ class LeftOut(StrEnum):
     BELOW_RETURN = "below_return"
     """Its rollout's return is below --min-return."""
     NO_RETURN = "no_return"
-    """Its rollout has no reward at all, and this export compares returns."""
+    """Its rollout has no reward at all, or rewards of several roles, and this export compares returns."""
     NO_TEXT = "no_text"
     """No span holds its prompt and response."""
     UNREADABLE_TEXT = "unreadable_text"

@@ -84,6 +84,6 @@ def card(reader: ExportReader, rows: Counter[str]) -> str:
         *([f"- as of: {facts['spangrad.as_of']}"] if facts["spangrad.as_of"] else []),
         *(f"- split `{name}`: {rows[name]} rows" for name in sorted(rows)),
         "",
-        "`Return` is the sum of the rollout's rewards; `Rewards` are those of the call, and those of the rollout on its last call.",
+        "`Return` is the weighted sum of the rollout's rewards; `Rewards` are those of the call, and the rollout's on its last call.",
     ]
     return "\n".join([*(head if rows else ["---", "---"]), "", *body, ""])
