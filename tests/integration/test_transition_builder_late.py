@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_once
 from transition_builder.source import discovery
+from transition_builder.source.queries import StoreReader
 
 
 class Slow:
@@ -123,6 +126,30 @@ def test_builder_call_of_rootless_trace_visible_late_makes_new_revision(store: S
     builder.build_ready()
     builder.build_ready()
     assert rows(store, f"{of_trace} ORDER BY Revision") == [(0, 1, 1), (1, 2, 2)]
+
+
+def test_builder_rollout_after_clock_was_set_back_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at an empty store whose clock was ten minutes ahead; a rollout with a root, and one without, arrive after that."""
+    store, run, ahead = store_settings(tmp_path / "data"), "set-back", timedelta(minutes=10)
+    spans = SpanFactory(run=run)
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    calls = [spans.call(root), spans.call("", rollout="rootless")]
+    settings, now = settings_of(store, run, incomplete_after_seconds=0), StoreReader.now
+
+    def later(reader: StoreReader) -> datetime:
+        return now(reader) + ahead
+
+    with running_store(store, tmp_path / "store.log"):
+        with monkeypatch.context() as patched:
+            patched.setattr(StoreReader, "now", later)
+            builder = Builder(settings)
+            builder.build_ready()
+        post(store, spans.otlp())
+        builder.build_ready()
+        builder.build_ready()
+        transitions, drops = outcome(store, run)
+    assert [row[2] for row in (*transitions, *drops)] == calls
 
 
 def test_discovery_tally_counts_recently_built_rollouts_only(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:

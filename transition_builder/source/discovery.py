@@ -47,15 +47,17 @@ WHERE mapContains(Attributes, '{semconv.ROLLOUT_FINAL}')
 ORDER BY Final DESC, IngestedAt
 LIMIT 1 BY RunId, RolloutId, Attempt, TraceId, SpanId
 """
-_SINCE = "rollout_spans.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+# The store's clock may have been set back since the last look.
+_BEGIN = "least(fromUnixTimestamp64Micro(%(since)s), now64(6) - toIntervalMicrosecond(%(overlap)s))"
+_SINCE = f"rollout_spans.IngestedAt >= {_BEGIN}"
 # A rollout is built after its spans have come, so that what was built before need not be looked at.
-_BUILDS_SINCE = "BuildSpec = %(spec)s AND b.IngestedAt >= fromUnixTimestamp64Micro(%(since)s)"
+_BUILDS_SINCE = f"BuildSpec = %(spec)s AND b.IngestedAt >= {_BEGIN}"
 _BUILT_SINCE = f"FROM spangrad_internal.builds AS b WHERE {_BUILDS_SINCE}"
 # All of this is decided before any attributes are read, so that a pass reads those of unbuilt rollouts alone.
 _UNBUILT = f"{_SINCE} AND (RunId, RolloutKey) NOT IN (SELECT RunId, RolloutId {_BUILT_SINCE})"
 _OF_BUILT_SINCE = f"""
     SELECT TraceId FROM spangrad_internal.{{table}}
-    WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= fromUnixTimestamp64Micro(%(since)s) AND CallId != ''
+    WHERE BuildSpec = %(spec)s AND {{table}}.IngestedAt >= {_BEGIN} AND CallId != ''
         AND (RunId, RolloutId, Revision, Content) IN (
             SELECT RunId, RolloutId, Revision, Content FROM {newest_sql(where=_BUILDS_SINCE)} AS v)"""
 _ROOTLESS = f"""
@@ -181,16 +183,19 @@ class Discovery:
         return self._last_sweep is None
 
     def sweep_is_due(self, now: datetime) -> bool:
-        """Return whether the last sweep was long ago, by the store's clock."""
-        return self._last_sweep is None or now - self._last_sweep >= BETWEEN_SWEEPS
+        """Return whether the last sweep was long ago, by the store's clock, or that was set back since."""
+        return self._last_sweep is None or abs(now - self._last_sweep) >= BETWEEN_SWEEPS
 
     @property
     def _window(self) -> dict[str, object]:
-        if self._last is None or self._last_sweep is None:
-            since = microseconds(self._begin) if self._begin else 0
-        else:
-            since = microseconds(self._last_sweep - OVERLAP if self.sweeps else self._last - _USUAL_OVERLAP)
-        return {"since": since, "spec": self._reader.spec}
+        overlap = OVERLAP if self.sweeps else _USUAL_OVERLAP
+        last = self._last_sweep if self.sweeps else self._last
+        since = last - overlap if last else self._begin
+        return {
+            "since": microseconds(since) if since else 0,
+            "overlap": overlap // timedelta(microseconds=1),
+            "spec": self._reader.spec,
+        }
 
     def new_roots(self) -> pl.DataFrame:
         """Return final ROOTS of rollouts that are not built, of all history. Read after `arrivals`, whose time the next look begins at."""
