@@ -204,6 +204,16 @@ def test_sql_reward_with_two_values_for_one_rollout_raises(alone: World, tmp_pat
         loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
 
 
+@pytest.mark.parametrize("column", ["toInt128(1) AS Value", "1 AS Value, toInt16(-1) AS Attempt"])
+def test_sql_reward_of_unusable_type_raises_builder_error(world: World, tmp_path: Path, column: str) -> None:
+    (tmp_path / "typed.sql").write_text(f"SELECT DISTINCT RolloutId, {column} FROM spangrad.rollout_spans WHERE RunId = '{world.run}'")
+    settings = world.settings(sql_rewards=("typed",), rewards_directory=tmp_path)
+    frames, reader = world.spans.frames(), StoreReader(world.client, settings)
+    sql.check(world.client, world.store.url, settings.builder)
+    with pytest.raises(BuilderError, match=r"typed\.sql gives values that a reward cannot have: .*Convert them in the SELECT\."):
+        sql.read(reader, settings.builder, frames.rollouts, frames.spans, frames.calls)
+
+
 def test_sql_reward_of_many_rollouts_is_read_in_batches(world: World, tmp_path: Path) -> None:
     (tmp_path / "one.sql").write_text(
         "SELECT arrayJoin({rollouts:Array(String)}) AS RolloutId, 1 AS Value WHERE {since:DateTime64(6)} <= {until:DateTime64(6)};  "

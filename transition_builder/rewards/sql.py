@@ -26,6 +26,7 @@ from spangrad.http.service import without_userinfo
 from spangrad.settings import BuilderSettings
 from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.frames import concat, conform, empty
+from transition_builder.rewards.rules.calls import reason
 from transition_builder.schemas import ATTEMPT, SQL_REWARDS
 from transition_builder.source.queries import StoreReader, batches, query
 from transition_builder.specification import require_unchanged
@@ -84,8 +85,8 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
             try:
                 rows = client.query(sql).result_rows
             except DatabaseError as error:
-                reason = str(error).strip().splitlines()[0][:500]
-                raise BuilderError(f"the span store at {without_userinfo(url)} does not take {path}: {reason}. Fix the file.") from None
+                why = str(error).strip().splitlines()[0][:500]
+                raise BuilderError(f"the span store at {without_userinfo(url)} does not take {path}: {why}. Fix the file.") from None
         _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
 
 
@@ -103,7 +104,7 @@ def read(reader: StoreReader, spec: BuilderSettings, rollouts: pl.DataFrame, spa
         SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
 
     Raises:
-        BuilderError: a file was changed since it was checked, or gives several values to one target.
+        BuilderError: a file was changed since it was checked, gives several values to one target, or values that a reward cannot have.
         StoreError: the store does not answer, or refuses.
     """
     names = files_of(spec)
@@ -161,10 +162,14 @@ def _require_columns(path: Path, columns: Mapping[str, str]) -> None:
 
 def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
     """Return the rewards of a file for the requested attempts, as SQL_REWARDS."""
+    try:
+        rows = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns)
+    except pl.exceptions.PolarsError as error:
+        raise BuilderError(f"{path} gives values that a reward cannot have: {reason(error)}. Convert them in the SELECT.") from error
     on = [name for name in ATTEMPT if name in rows.columns]
     if "RunId" not in on:
         _require_one_run(rows, requested, path)
-    valued = rows.select(pl.col(name).cast(SQL_REWARDS[name]) for name in rows.columns).join(requested, on=on, maintain_order="left")
+    valued = rows.join(requested, on=on, maintain_order="left")
     _require_one_value(valued, path)
     of_calls = any(name in rows.columns for name in _OF_CALLS)
     parts = [valued] if of_calls else [valued, requested.join(valued, on=ATTEMPT, how="anti", maintain_order="left")]
@@ -184,7 +189,7 @@ def _require_one_value(rows: pl.DataFrame, path: Path) -> None:
 
 
 def _require_one_run(rows: pl.DataFrame, requested: pl.DataFrame, path: Path) -> None:
-    ambiguous = requested.filter(pl.col("RolloutId").is_duplicated()).join(rows.select(pl.col("RolloutId").cast(pl.String)), on="RolloutId")
+    ambiguous = requested.filter(pl.col("RolloutId").is_duplicated()).join(rows.select("RolloutId"), on="RolloutId")
     if ambiguous.height:
         raise BuilderError(
             f"{path} does not say which run's rollout {ambiguous['RolloutId'][0]!r} it means: several have one. Select RunId."
