@@ -182,6 +182,8 @@ def test_sql_reward_without_value_drops_rollout_as_no_reward(alone: World, tmp_p
         ("SELECT RolloutKey AS RolloutId FROM spangrad.calls", "selects RolloutId: a reward lacks Value. It selects RolloutId and Value"),
         ("SELECT 'r' AS RolloutId, 1 AS Value, 2 AS Valeu", "a reward knows no Valeu"),
         ("SELECT 'r' AS RolloutId, 'high' AS Value", "gives Value the type String, which is no number"),
+        ("SELECT 'r' AS RolloutId, toInt128(1) AS Value", "gives Value the type Int128, which is no number that a reward can hold"),
+        ("SELECT 'r' AS RolloutId, toDecimal256(1, 2) AS Value", "gives Value the type Decimal(76, 2), which is no number"),
         ("SELECT RolloutId, 1 AS Value FROM otel.nowhere", "does not take"),
         ("DROP TABLE spangrad_internal.calls", "is not one SELECT: it begins with 'DROP TABLE spangrad_'"),
         ("-- only a comment", "is not one SELECT"),
@@ -204,9 +206,9 @@ def test_sql_reward_with_two_values_for_one_rollout_raises(alone: World, tmp_pat
         loop.build_once(alone.settings(sql_rewards=("twice",), rewards_directory=tmp_path))
 
 
-@pytest.mark.parametrize("column", ["toInt128(1) AS Value", "1 AS Value, toInt16(-1) AS Attempt"])
-def test_sql_reward_of_unusable_type_raises_builder_error(world: World, tmp_path: Path, column: str) -> None:
-    (tmp_path / "typed.sql").write_text(f"SELECT DISTINCT RolloutId, {column} FROM spangrad.rollout_spans WHERE RunId = '{world.run}'")
+def test_sql_reward_of_unusable_attempt_raises_builder_error(world: World, tmp_path: Path) -> None:
+    columns = "RolloutId, 1 AS Value, toInt16(-1) AS Attempt"
+    (tmp_path / "typed.sql").write_text(f"SELECT DISTINCT {columns} FROM spangrad.rollout_spans WHERE RunId = '{world.run}'")
     settings = world.settings(sql_rewards=("typed",), rewards_directory=tmp_path)
     frames, reader = world.spans.frames(), StoreReader(world.client, settings)
     sql.check(world.client, world.store.url, settings.builder)

@@ -45,7 +45,8 @@ _PARAMETER = re.compile(r"\{\s*(rollouts|since|until)\s*:[^{}]*\}")
 _COMMENT = re.compile(r"--[^\n]*|/\*.*?\*/", re.DOTALL)
 _NO_ROLLOUTS = (b"",)
 """Placeholder for rollout ids in statements that do not use them."""
-_NUMBER = re.compile(r"^(Nullable\()?(LowCardinality\()?(U?Int\d+|Float\d+|Decimal|Bool)")
+_NUMBER = re.compile(r"^(Nullable\()?(LowCardinality\()?(U?Int(8|16|32|64)\b|Float\d+|Decimal\(([1-9]|[12]\d|3[0-8]),|Bool)")
+"""Pattern of the types of Value. Polars reads no integers of more than 64 bits, and no decimals of more than 128."""
 
 
 def files_of(spec: BuilderSettings) -> tuple[str, ...]:
@@ -157,7 +158,9 @@ def _require_columns(path: Path, columns: Mapping[str, str]) -> None:
             f"{', '.join(OPTIONAL)}."
         )
     if not _NUMBER.match(columns["Value"]):
-        raise BuilderError(f"{path} gives Value the type {columns['Value']}, which is no number. Write toFloat64(...).")
+        raise BuilderError(
+            f"{path} gives Value the type {columns['Value']}, which is no number that a reward can hold. Write toFloat64(...)."
+        )
 
 
 def _rows(rows: pl.DataFrame, requested: pl.DataFrame, path: Path, version: str) -> pl.DataFrame:
