@@ -7,7 +7,7 @@ whatever ends the run, all parts are closed.
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from spangrad.selection import expression
 from spangrad.settings import Settings
@@ -24,7 +24,6 @@ from trainer.loop import Trainer
 from trainer.monitor.batch_times import batch_times
 from trainer.monitor.evaluate import Evaluation
 from trainer.monitor.watchers import watchers_of
-from trainer.monitor.watching import Watchers
 from trainer.phases import check as check_phases
 from trainer.publish.publisher import publisher_of
 from trainer.restoring import restore
@@ -58,22 +57,20 @@ def train(settings: Settings, *, follow: bool) -> None:
 
 def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
     require_beginning(settings)
-    outage = Outage("the span store")
-    # Two clients: groups are read while what follows the last step is written. What a builder read is in the tables.
-    store, reader = (connect(settings.store, consistent=True, settled=follow) for _ in range(2))
-    client = retrying_client(store, settings.store.url, outage, shutdown)
-    ledger = open_ledger(settings)
-    retry_transactions(ledger, Outage("the ledger's database"), shutdown)
-    watchers, trainer, running = Watchers([]), None, ExitStack()
-    try:
+    with ExitStack() as parts:
+        # Two clients: groups are read while what follows the last step is written. What a builder read is in the tables.
+        store, reader = (parts.enter_context(closing(connect(settings.store, consistent=True, settled=follow))) for _ in range(2))
+        outage = Outage("the span store")
+        client, of_groups = (retrying_client(each, settings.store.url, outage, shutdown) for each in (store, reader))
+        ledger = parts.enter_context(closing(open_ledger(settings)))
+        retry_transactions(ledger, Outage("the ledger's database"), shutdown)
         prepare(ledger, settings)
-        newest = running.enter_context(running_trainer(ledger, settings))
+        newest = parts.enter_context(running_trainer(ledger, settings))
 
         from trainer.credit.estimators import estimator
         from trainer.optim.optimizer import VerlOptimizer
         from trainer.optim.process import describe_choices
 
-        of_groups = retrying_client(reader, settings.store.url, outage, shutdown)
         arrivals = Arrivals(of_groups, settings.store, [Topic.BUILDS], settings.trainer.poll_seconds)
         source = GroupReader(of_groups, settings, arrived=arrivals.lately)
         normalise = estimator(settings.trainer)
@@ -91,7 +88,6 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             logger.info("training with %s", describe_choices(settings.trainer, optimizer.device))
             return optimizer
 
-        watchers = watchers_of(settings, store)
         trainer = Trainer(
             settings=settings,
             ledger=ledger,
@@ -104,20 +100,13 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             loaded=newest,
             load_optimizer=load,
             evaluation=Evaluation(client, settings, source.build_spec),
-            watchers=watchers,
+            watchers=parts.enter_context(closing(watchers_of(settings, store))),
             batch_times=lambda rollouts: batch_times(client, settings.store.url, rollouts),
             arrived=lambda seconds: bool(arrivals.wait(seconds)),
             optimizer=load(newest) if follow and not settings.trainer.workers.colocated else None,
         )
+        parts.enter_context(closing(trainer))
         trainer.start()
         trainer.run(follow=follow)
         if newest_version(ledger).version == newest.version and not follow:
             logger.info("%s", plan_of(settings, client, ledger).summary)
-    finally:
-        if trainer:
-            trainer.close()
-        running.close()
-        ledger.close()
-        watchers.close()
-        store.close()
-        reader.close()
