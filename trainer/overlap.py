@@ -20,6 +20,8 @@ from trainer.shutdown import Stopped
 
 _LOOK_SECONDS = 2.0
 """Longest time between two looks, in seconds."""
+_PAUSE_SECONDS = 0.5
+"""Time between a look that failed and the next, in seconds."""
 _SLICE_SECONDS = 0.1
 """Longest wait for a condition, in seconds: no signal is handled in it."""
 
@@ -72,12 +74,13 @@ class Lookahead:
                 try:
                     self._look()
                     self._outage.over()
+                    self._await_arrival(over)
                 except (StoreError, LedgerError) as error:  # the step's end looks again, and waits for an answer
                     self._outage.failed(error, is_retry=False)
+                    over.wait(_PAUSE_SECONDS)
                 except BaseException as error:
                     self._failed = error
                     return
-                self._await_arrival(over)
 
     def _await_arrival(self, over: threading.Event) -> None:
         """Wait until something arrives, the step ends, or a look is due anyway: groups with missing rows are loaded again."""

@@ -178,6 +178,24 @@ def test_lookahead_store_outage_is_tolerated_and_other_errors_are_raised_after_s
     assert (calls, caplog.text.count("does not answer")) == (3, 1)
 
 
+def test_lookahead_whose_wait_for_arrivals_fails_looks_again(caplog: pytest.LogCaptureFixture):
+    """A store that is not ours is polled, and a poll fails where it does not answer."""
+    starts, waits = list[int](), list[int]()
+
+    def arrived() -> bool:
+        waits.append(1)
+        if len(waits) == 1:
+            raise StoreError("the store does not answer.")
+        return True
+
+    with Lookahead(lambda: starts.append(1), arrived).beside():
+        end = time.monotonic() + 5
+        while len(starts) < 2 and time.monotonic() < end:
+            time.sleep(0.001)
+    assert len(starts) >= 2
+    assert caplog.text.count("does not answer") == 1
+
+
 class HalfAway:
     """A store client that answers queries of transitions, and no others."""
 
