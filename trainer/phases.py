@@ -42,6 +42,8 @@ class Phases:
         location = ledger_location(settings)
         self._run, self._branch, self._policy = settings.run_id, settings.branch, settings.policy
         self._others = {policy: Ledger(location, policy, settings.branch) for policy in settings.phase_policies}
+        for other in self._others.values():
+            other.database.retries = ledger.database.retries
         self._ledgers = {settings.policy: ledger, **self._others}
         self._awaited = ""
         """Log line of what this trainer waits for. Empty: it waits for nothing."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
-from spangrad.errors import SettingsError
+from spangrad.errors import LedgerError, SettingsError
 from tests.support.phases import PLAYERS, PhaseTable
 from tests.support.policies import trainer_settings
 from tests.support.trainers import group, write_base
 from trainer.data import planning
 from trainer.data.plan import GroupOutcome, TrainPlan
 from trainer.ledger.skips import Skip, SkipReason
-from trainer.phases import check
+from trainer.phases import Phases, check
 
 
 @pytest.fixture
@@ -107,6 +111,29 @@ def test_phases_policy_that_lacks_groups_gets_them_from_the_same_versions(table:
     assert table.served() == dict.fromkeys(PLAYERS, 1)
     table.play("c", "d")
     assert table.turn("black"), "the group of the last phase is stale for it"
+
+
+def test_phases_read_other_ledgers_again_where_their_database_was_away(table: PhaseTable) -> None:
+    ledger = table.trainers["black"].ledger
+    errors, failures = list[BaseException](), [OperationalError("BEGIN", None, Exception("database is locked"))]
+
+    def repeat(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except LedgerError as error:
+            errors.append(error)
+            return work()
+
+    def fail(_: object) -> None:
+        if failures:
+            raise failures.pop()
+
+    ledger.database.retries = repeat
+    phases = Phases(ledger, table.trainers["black"].settings.trainer)
+    event.listen(phases._others["white"].database.engine, "begin", fail)
+    assert phases.versions() == {"white": 0}
+    assert len(errors) == 1
+    phases.close()
 
 
 @pytest.mark.parametrize(
