@@ -86,14 +86,10 @@ class DistributedWorkers:
         try:
             trainer.train(phases)
             trainer.replay_buffer.clear()
-        except BadRowsError:
-            trainer.replay_buffer.clear()
-            raise
-        except TrainerError:  # of a rank, or the queue of the rows
-            self._end(True)
-            raise
-        except SpangradError:  # of the caller's `before_update`, such as a commit's or the ledger's, unless ranks that are stuck were ended
-            if self._trainer:
+        except SpangradError as error:
+            if isinstance(error, TrainerError) and not isinstance(error, BadRowsError):  # of a rank, or the queue of the rows
+                self._end(True)
+            elif self._trainer:  # else ranks that were stuck have been ended, and the queue with them
                 trainer.replay_buffer.clear()
             raise
         except Exception as error:  # verl and TransferQueue have no family of errors
