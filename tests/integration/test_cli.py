@@ -136,7 +136,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["lineage", "x"], {}, 2, "'x' names no version. Write POLICY@VERSION: policy@3."),
         (["lineage", "p@1", "--depth", "-1"], {}, 2, "--depth -1 is no number of versions. Give 0 or more."),
         (["plan", "--model", ".", "--gpus", "99999999x80"], {}, 2, "--gpus '99999999x80' on --nodes 1 is no cluster."),
-        (["plan", "--model", ".", "--gpus", "8x80", "--host-memory", "inf"], {}, 2, "is no cluster."),
+        (["plan", "--model", ".", "--gpus", "8x80", "--host-memory", "inf"], {}, 2, "--host-memory inf is no memory of a node."),
         (["worker", ""], {}, 1, "the agent's program is an empty word."),
         (["worker", "--directory", "latin.txt", "python"], {}, 2, "latin.txt is no directory."),
         *[

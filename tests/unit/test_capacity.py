@@ -307,6 +307,12 @@ def test_cluster_of_other_text_is_refused_with_remedy(gpus: str) -> None:
         cluster_of(gpus, 1)
 
 
+@pytest.mark.parametrize("gigabytes", [0, -1, float("inf"), float("nan")])
+def test_cluster_of_other_host_memory_is_refused_by_its_name(gigabytes: float) -> None:
+    with pytest.raises(SettingsError, match=rf"--host-memory {gigabytes:g} is no memory of a node"):
+        cluster_of("8x80", 1, gigabytes)
+
+
 def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
     waits, overlaps = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__sampling__max_staleness=1)
     assert overlaps.step_seconds < waits.step_seconds

@@ -89,11 +89,13 @@ def cluster_of(gpus: str, hosts: int, host_gb: float | None = None) -> GpuCluste
         SettingsError: it is of another form, or names no known GPU.
     """
     match = re.fullmatch(r"([1-9]\d?)x(.+)", gpus.strip())
-    if match is None or int(match[1]) > _MOST_PER_HOST or hosts < 1 or (host_gb is not None and not 0 < host_gb < 1e9):
+    if match is None or int(match[1]) > _MOST_PER_HOST or hosts < 1:
         raise SettingsError(
             f"--gpus {gpus!r} on --nodes {hosts} is no cluster. Write the GPUs of one host, at most {_MOST_PER_HOST}, as COUNTxMEMORY "
             "in GB or COUNTxNAME, such as 8x80 or 8xH100, and the number of hosts as --nodes."
         )
+    if host_gb is not None and not 0 < host_gb < 1e9:
+        raise SettingsError(f"--host-memory {host_gb:g} is no memory of a node. Give it in GB, such as 2000.")
     return GpuCluster(_gpu(match[2]), int(match[1]), hosts, None if host_gb is None else int(host_gb * 1e9))
 
 
