@@ -19,7 +19,7 @@ from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned
 from trainer.data.planning import history_of, make_plan
 from trainer.data.source import Group, GroupState
 from trainer.ledger.recovery import open_ledger, prepare
-from trainer.ledger.skips import SkipReason
+from trainer.ledger.skips import Skip, SkipReason
 
 SETTINGS = trainer_settings(groups_per_batch=2, max_staleness=1)
 TOKENIZER = str(transition_row("r")["TokenizerHash"])
@@ -110,6 +110,17 @@ def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
     ledger = open_ledger(fork)
     assert history_of(fork, ledger, SPEC).lineage == (3,)
     assert history_of(fork, None, SPEC).lineage == (0,)
+
+
+def test_history_of_skip_in_another_run_leaves_trained_group_trained(tmp_path: Path):
+    """Runs may name their groups alike."""
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies")
+    trainer = wired(chosen, FakeSource(["a", "b"]))
+    trainer.run(follow=False)
+    outdated = Skip(SkipReason.STALE)
+    trainer.ledger.skips.enter({Group("another run", "train", SPEC, "a"): outdated, Group("run", "train", "other", "b"): outdated}, 77)
+    history = history_of(chosen, trainer.ledger, SPEC)
+    assert (history.finished, history.skipped) == ({("train", "a"), ("train", "b")}, {})
 
 
 @pytest.mark.parametrize("refused", [{"credit__scheme": "own"}, {"phase_policies": ("other",)}])

@@ -83,15 +83,15 @@ def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Le
     newest = ledger.frontier() if ledger else None
     if ledger is None or newest is None:
         return _beginning(settings, ledger)
-    finished = ledger.finished_groups(settings.trainer.run_id, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
+    run = settings.trainer.run_id
+    finished = ledger.finished_groups(run, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
-    skipped = ledger.skips.read()
-    outdated = {(row.group.mode, row.group.group_id) for row in skipped if row.is_outdated(known, bases)}
-    kept = {row.group: row.reason for row in skipped if not row.is_outdated(known, bases)}
-    return LedgerHistory(
-        tuple(lineage), newest.tokenizer_hash, frozenset(finished.done - outdated), frozenset(finished.leased), kept, ledger.claimed
-    )
+    skipped = [row for row in ledger.skips.read() if (row.group.run_id, row.group.build_spec) == (run, build_spec)]
+    outdated = {row.group for row in skipped if row.is_outdated(known, bases)}
+    kept = {row.group: row.reason for row in skipped if row.group not in outdated}
+    done = finished.done - {(group.mode, group.group_id) for group in outdated}
+    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(done), frozenset(finished.leased), kept, ledger.claimed)
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:
