@@ -141,6 +141,21 @@ def test_ledger_skipped_groups_are_finished_and_counted(place: Place):
     assert ledger.finished_groups("another run", "spec").taken == set()
 
 
+def test_failures_are_counted_among_groups_of_their_own_run(place: Place):
+    """Other runs of the branch, and runs over files, train none of its groups."""
+    ledger = begun(place)
+    skip(ledger, [group(name) for name in "abcd"], SkipReason.NOT_FINITE)
+    for number in range(8):
+        ledger.commit(ledger.begin(rollouts(f"r{number}", of=f"g{number}")), **FACTS)
+    assert ledger.skips.failures("run", 8).count == 0
+    for number in range(8):
+        ledger.commit(ledger.begin([BatchRollout(replace(group("g"), run_id="another run"), f"other-{number}", 0, 0)]), **FACTS)
+    assert ledger.skips.failures("run", 8).count == 0
+    for number in range(8):
+        ledger.commit(ledger.begin(rollouts("a"), files=FileBatch("sft", "one", number, 8, "examples", ())), **FACTS)
+    assert ledger.skips.failures("run", 8).count == 0
+
+
 def test_ledger_branches_have_own_versions_and_leases(place: Place):
     main = begun(place)
     main.begin(rollouts("a"))

@@ -18,7 +18,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
 from trainer.ledger.skips import FAILURES, Skip, SkipReason, bases, depends_on_versions
-from trainer.ledger.tables import BATCH_ROLLOUTS, SKIPPED, VERSIONS, LedgerDatabase, equal_to
+from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCHES, SKIPPED, VERSIONS, LedgerDatabase, equal_to
 
 _ORDER = ("version", "skipped_at", "run_id", "mode", "build_spec", "group_id")
 """Columns of a skipped group's place."""
@@ -210,10 +210,11 @@ class SkippedGroups:
         return Failures(reasons, next((row for row in newest if row.reason is dominant), None))
 
     def _trained(self, connection: sa.Connection, run_id: str, window: int) -> list[int]:
-        """Return the version of each group of the run that the newest `window` batches have trained."""
+        """Return the version of each group of the run that its newest `window` batches have trained."""
         committed = (
             sa.select(VERSIONS.c.version, VERSIONS.c.batch_id)
-            .where(*equal_to(VERSIONS, self._branch), VERSIONS.c.status == VersionStatus.COMMITTED, VERSIONS.c.batch_id.is_not(None))
+            .where(*equal_to(VERSIONS, {**self._branch, "run_id": run_id}), VERSIONS.c.status == VersionStatus.COMMITTED)
+            .where(VERSIONS.c.batch_id.not_in(sa.select(FILE_BATCHES.c.batch_id)))
             .order_by(VERSIONS.c.version.desc())
             .limit(window)
             .subquery()
@@ -221,7 +222,6 @@ class SkippedGroups:
         groups = (
             sa.select(committed.c.version, BATCH_ROLLOUTS.c.mode, BATCH_ROLLOUTS.c.group_id)
             .join(BATCH_ROLLOUTS, BATCH_ROLLOUTS.c.batch_id == committed.c.batch_id)
-            .where(BATCH_ROLLOUTS.c.run_id == run_id)
             .distinct()
         )
         return [version for version, *_ in connection.execute(groups)]
