@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.data.source import BatchRollout, Group
 from trainer.ledger import ledger as ledger_module
 from trainer.ledger.file_batches import BatchFile, FileBatch, file_batch_of, last_of, trained_attempts
 from trainer.ledger.ledger import Ledger
-from trainer.ledger.policies import skipped_by
+from trainer.ledger.policies import overview, skipped_by
 from trainer.ledger.skips import SkipReason
 
 BASE = {"checksum": "float32:00", "path": "/v0", "tokenizer_hash": "tokenizer", "run_id": "run"}
@@ -154,6 +155,20 @@ def test_failures_are_counted_among_groups_of_their_own_run(place: Place):
     for number in range(8):
         ledger.commit(ledger.begin(rollouts("a"), files=FileBatch("sft", "one", number, 8, "examples", ())), **FACTS)
     assert ledger.skips.failures("run", 8).count == 0
+
+
+def test_overview_is_read_while_another_process_writes(place: Place):
+    ledger, reader = begun(place), opened(place)
+    skip(ledger, [group("a")], SkipReason.STALE)
+    batch = FileBatch("sft", "one", 1, 2, "examples", ())
+    ledger.commit(ledger.begin(rollouts("r"), files=batch), **FACTS)
+    began = time.monotonic()
+    with ledger.database.transaction():
+        assert [version.version for version in overview(reader.database).versions] == [0, 1]
+        assert skipped_by(reader.database, group("a")) == [("policy", "main", "stale", "")]
+        assert last_of(reader.database, "policy", "main", "one", [0, 1]) == (1, batch)
+        assert trained_attempts(reader.database, "policy", "main", None) == {("run", "r", 0)}
+    assert time.monotonic() - began < 5, "it waits for no write lock"
 
 
 def test_ledger_branches_have_own_versions_and_leases(place: Place):

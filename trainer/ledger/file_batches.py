@@ -90,7 +90,7 @@ def has_trainers_state(database: LedgerDatabase, version: LedgerVersion) -> bool
 
 def last_of(database: LedgerDatabase, policy: str, branch: str, run: str, lineage: Sequence[int]) -> tuple[int, FileBatch] | None:
     """Return the newest version that a run has committed on the way to the head, and its batch. None: the run has not begun there."""
-    with database.transaction() as transaction:
+    with database.reading() as transaction:
         rows = transaction.execute(
             sa.select(VERSIONS.c.version, FILE_BATCHES)
             .join(FILE_BATCHES, VERSIONS.c.batch_id == FILE_BATCHES.c.batch_id)
@@ -132,7 +132,7 @@ def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: 
     """
     attempts: set[AttemptKey] = set()
     leased = sa.select(LEASES.c.batch_id)
-    with database.transaction() as transaction:
+    with database.reading() as transaction:
         for table in (BATCH_ROLLOUTS, FILE_BATCH_ROLLOUTS):
             chosen = sa.select(table.c.run_id, table.c.rollout_id, table.c.attempt).where(
                 table.c.policy == policy, table.c.branch == branch, table.c.batch_id.not_in(leased)

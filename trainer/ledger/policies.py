@@ -32,7 +32,7 @@ class Overview:
 
 def overview(database: LedgerDatabase) -> Overview:
     """Read the whole ledger."""
-    with database.transaction() as transaction:
+    with database.reading() as transaction:
         versions = transaction.execute(sa.select(VERSIONS).order_by(VERSIONS.c.policy, VERSIONS.c.branch, VERSIONS.c.version)).mappings()
         return Overview(
             [version_of(row) for row in versions],
@@ -57,7 +57,7 @@ def skipped_by(database: LedgerDatabase, group: Group) -> list[tuple[str, str, s
     """Return policy, branch, reason and detail of each trainer that has skipped a group."""
     key = {"run_id": group.run_id, "mode": group.mode, "build_spec": group.build_spec, "group_id": group.group_id}
     columns = (SKIPPED.c.policy, SKIPPED.c.branch, SKIPPED.c.reason, SKIPPED.c.detail)
-    with database.transaction() as transaction:
+    with database.reading() as transaction:
         rows = transaction.execute(sa.select(*columns).where(*equal_to(SKIPPED, key)).order_by(*columns))
         return [(policy, branch, reason, detail) for policy, branch, reason, detail in rows]
 
