@@ -308,6 +308,36 @@ def test_look_without_changes_judges_no_skip_again(tmp_path: Path, base: Path, m
     assert (len(committed(trainer)), len(calls)) == (2, 1), "once at the start; its own commits change no reason"
 
 
+def test_groups_that_another_trainer_took_are_held_no_more(tmp_path: Path, base: Path):
+    source = Counted([*"abcd"], hidden=["b"])
+    trainer = wired(settings(base, tmp_path), source)
+    trainer.batches.look(source, trainer.branch.head())
+    assert trainer.batches._held.groups == {group(name) for name in "acd"}
+    other = Ledger(tmp_path, "policy", "main")
+    lease = other.begin([BatchRollout(group(name), f"{name}-{i}", 0, 0) for name in "ab" for i in range(2)])
+    assert lease
+    other.commit(lease, checksum="float32:01", path="/v1", tokenizer_hash=trainer.loaded.tokenizer_hash, metrics={})
+    other.close()
+    trainer.batches.look(source, trainer.branch.head())
+    assert trainer.batches._held.groups == {group(name) for name in "cd"}
+    assert trainer.batches.figures()["groups_incomplete"] == 0
+
+
+def test_groups_of_a_step_that_was_given_up_are_under_way_no_more(tmp_path: Path, base: Path):
+    source = FakeSource([*"ab"])
+    trainer = wired(settings(base, tmp_path, max_staleness=0), source)
+    trainer.run(follow=False)
+    source.names, source.version = [*"cd"], 1
+    source.changes |= dict.fromkeys(source.names, source.changes["a"])
+    batch = trainer.take()
+    assert batch
+    trainer.ledger.rollback(0)
+    assert not trainer.step(batch)
+    assert trainer.take() is None
+    assert trainer.ledger.skips.reasons() == dict.fromkeys((group("c"), group("d")), SkipReason.UNKNOWN_VERSION)
+    assert trainer.batches.sound_groups == set()
+
+
 @pytest.fixture
 def window_of_8_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_queue, "_WINDOW_GROUPS", 8)

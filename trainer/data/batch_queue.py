@@ -158,7 +158,7 @@ class BatchQueue:
         self._sound: dict[Group, int] = {}
         """Held groups that may be trained from `_head`, with the oldest version that answered a call of each."""
         self._under_way: set[Group] = set()
-        """Groups of the batch that was taken last, until it is trained or refused."""
+        """Groups of the batch that was taken last, until it is trained or another is requested."""
         self._head: LedgerVersion | None = None
         """Version that skips were last compared with."""
         self._incomplete: dict[Group, _Incomplete] = {}
@@ -172,8 +172,9 @@ class BatchQueue:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         self._judge_again(source.build_spec, head)
-        waiting = self._waiting()
-        self.ready = [group for group in self._groups.poll(source) if group not in waiting]
+        polled, waiting = self._groups.poll(source), self._waiting()
+        self._free_unused(polled)
+        self.ready = [group for group in polled if group not in waiting]
         while unchecked := [group for group in self.ready[: most_held(self._settings)] if group not in self._sound]:
             loaded = self._held.load(source.load, unchecked)
             for group in unchecked:
@@ -199,6 +200,7 @@ class BatchQueue:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         began = time.time_ns()
+        self._under_way = set()
         self.look(source, head)
         count = self._settings.sampling.groups_per_batch
         while len(chosen := oldest_first(self.ready, self._sound)[:count]) == count:
@@ -224,7 +226,6 @@ class BatchQueue:
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
-        self._under_way = set()
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
             if rows[row] >= 0:
@@ -233,7 +234,6 @@ class BatchQueue:
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already."""
-        self._under_way = set()
         self._skip(_already_trained(groups), head)
 
     def forget(self, batch: Loaded) -> None:
@@ -267,6 +267,13 @@ class BatchQueue:
         again = self._branch.ledger.skips.remove_outdated(self._settings.run_id, build_spec, self._branch.lineage())
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
+
+    def _free_unused(self, ready: Collection[Group]) -> None:
+        """Free what is held of groups that were taken by another trainer or changed: they are neither ready nor in the batch under way."""
+        kept = {*ready, *self._under_way}
+        self._incomplete = {group: state for group, state in self._incomplete.items() if group in kept}
+        if unused := self._held.groups - kept:
+            self._free(unused)
 
     def _free(self, groups: Collection[Group]) -> None:
         """Free what is held of groups."""
