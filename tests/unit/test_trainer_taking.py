@@ -308,6 +308,25 @@ def test_look_without_changes_judges_no_skip_again(tmp_path: Path, base: Path, m
     assert (len(committed(trainer)), len(calls)) == (2, 1), "once at the start; its own commits change no reason"
 
 
+def test_look_whose_judgement_of_skips_fails_judges_them_at_the_next(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+    """A look beside a step is made once, and the ledger may be locked."""
+    trainer = wired(settings(base, tmp_path, max_staleness=0), FakeSource([*"abcd"]))
+    trainer.run(follow=False)
+    trainer.ledger.rollback(0)
+    judge, failures = trainer.ledger.skips.remove_outdated, [LedgerError("the ledger is locked.")]
+
+    def locked_once(run_id: str, build_spec: str, lineage: list[int]) -> dict[SkipReason, int]:
+        if failures:
+            raise failures.pop()
+        return judge(run_id, build_spec, lineage)
+
+    monkeypatch.setattr(trainer.ledger.skips, "remove_outdated", locked_once)
+    with pytest.raises(LedgerError, match="locked"):
+        trainer.batches.look(trainer.source, trainer.branch.head())
+    trainer.batches.look(trainer.source, trainer.branch.head())
+    assert trainer.ledger.skips.reasons() == {}
+
+
 def test_groups_that_another_trainer_took_are_held_no_more(tmp_path: Path, base: Path):
     source = Counted([*"abcd"], hidden=["b"])
     trainer = wired(settings(base, tmp_path), source)
@@ -386,6 +405,18 @@ def test_failures_followed_by_sound_groups_do_not_count(tmp_path: Path, base: Pa
     assert trainer.ledger.skips.failures("run", 8).count <= 2
     assert trainer.ledger.skips.failures("run", 24).count == 4
     assert trainer.ledger.skips.failures("another run", 24).count == 0
+
+
+@pytest.mark.usefixtures("window_of_8_groups")
+def test_run_stopped_by_failed_groups_begins_once_their_setting_has_changed(tmp_path: Path, base: Path):
+    names = [*"abcd"]
+    trainer = failing(tmp_path, base, names, names)
+    with pytest.raises(TrainerError, match="4 of the last 8 groups"):
+        trainer.run(follow=False)
+    trainer.ledger.close()
+    changed = wired(settings(base, tmp_path, max_failed_share=0.25, dtype="fp32"), FakeSource(names))
+    changed.run(follow=False)
+    assert list(committed(changed).values())[1:] == [["a-0", "a-1", "b-0", "b-1"], ["c-0", "c-1", "d-0", "d-1"]]
 
 
 @pytest.mark.usefixtures("window_of_8_groups")

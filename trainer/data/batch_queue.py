@@ -257,13 +257,16 @@ class BatchQueue:
 
     def _judge_again(self, build_spec: str, head: LedgerVersion) -> None:
         """Forget skips whose reason no longer holds: at the start, since settings may have changed, and after the branch went back."""
-        before, self._head = self._head, head
+        before = self._head
         if before is None or head.version != before.version:
             self._sound.clear()
-        if before is None:
-            self._stop_if_too_many_failed()
-        elif head.version == before.version or (head.parent_branch, head.policy_version.parent) == (before.branch, before.version):
-            return
+            if before is None or (head.parent_branch, head.policy_version.parent) != (before.branch, before.version):
+                self._remove_outdated_skips(build_spec)
+            if before is None:
+                self._stop_if_too_many_failed()
+        self._head = head  # last: where the ledger fails, the next look judges again
+
+    def _remove_outdated_skips(self, build_spec: str) -> None:
         again = self._branch.ledger.skips.remove_outdated(self._settings.run_id, build_spec, self._branch.lineage())
         for reason, count in again.items():
             logger.info("%d groups that were skipped as %s are looked at again: what the reason depends on has changed", count, reason)
