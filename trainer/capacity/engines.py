@@ -43,12 +43,12 @@ def stage_layers(model: Architecture, sizes: ParallelSizes) -> int:
 
 def worker_parameters(model: Architecture, sizes: ParallelSizes) -> int:
     """Return the number of parameters of the worker that holds the most; its embedding and its head are rows of the vocabulary."""
+    if sizes.of_replica == 1:
+        return model.parameters
     ends = model.head_parameters * (1 if model.is_tied else 2) + model.hidden
     layer = math.ceil((model.parameters - ends) / model.layers)
     keys_and_values = 2 * model.hidden * model.kv_width
     own = math.ceil((layer - keys_and_values) / sizes.tensor) + keys_and_values * _worker_kv_heads(model, sizes) // model.kv_heads
-    if sizes.of_replica == 1:
-        return model.parameters
     # The first stage has the embedding, the last one the head.
     of_stage = ends if sizes.pipeline == 1 else model.head_parameters + model.hidden
     return stage_layers(model, sizes) * own + math.ceil(of_stage / sizes.tensor)

@@ -146,9 +146,9 @@ def turns(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: i
 
 def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, ranks: int) -> StageEstimate:
     """Return the write of a version, beside the next step: each rank copies its shards to main memory, writes and sums them."""
-    size = memory.written_weights(model, settings.trainer)
-    size += memory.written_state(model, settings.trainer) // (1 if settings.trainer.lora.rank else settings.trainer.checkpoint.every)
     weights = memory.written_weights(model, settings.trainer)
+    every = 1 if settings.trainer.lora.rank else settings.trainer.checkpoint.every
+    size = weights + memory.written_state(model, settings.trainer) // every
     own = (size / cluster.gpu.host_rate + weights / CHECKSUM_RATE) / ranks
     return StageEstimate("checkpoint", own + size / DISK_RATE, size, "disk")
 
