@@ -16,8 +16,8 @@ def wants_greedy(settings: Settings, mode: Mode) -> bool:
     Raises:
         SettingsError: without the gateway an agent cannot be made to sample at temperature 0.
     """
-    asked = settings.runner.greedy_rollouts
-    greedy = mode is Mode.TRAIN and (settings.trainer.credit.estimator == "remax" if asked is None else asked)
+    configured = settings.runner.greedy_rollouts
+    greedy = mode is Mode.TRAIN and (settings.trainer.credit.estimator == "remax" if configured is None else configured)
     if greedy and not settings.runner.gateway:
         raise SettingsError(
             "runner.greedy_rollouts needs the gateway, which alone makes an agent's calls greedy. Set runner.gateway = true, or "

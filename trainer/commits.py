@@ -43,7 +43,7 @@ class UncommittedVersion:
 
     lease: BatchLease
     version: LedgerVersion
-    """The version, without what its checkpoint tells (`WorkingBranch.leased`)."""
+    """The version, without the path and the checksum of its checkpoint, which is not written yet (`WorkingBranch.leased`)."""
     rollouts: Sequence[BatchRollout]
     calls: pl.DataFrame
     """Calls that the step trained, with their advantages."""

@@ -97,7 +97,7 @@ class Trainer:
     clock: Clock = field(default_factory=Clock)
     store_outage: Outage = field(default_factory=lambda: Outage("the span store"))
     _checked_at: float = 0.0
-    _news: bool = True
+    _builds_may_have_arrived: bool = True
     """True if builds may have arrived since held-out rollouts were read."""
     _head: LedgerVersion | None = None
     """Version that the last batch is to train. None: no batch was taken."""
@@ -136,11 +136,11 @@ class Trainer:
             self._checked_at = time.monotonic()
             self.branch.undo_leases(self.settings)
             if self.follow_ups.are_done:
-                if self._news:
+                if self._builds_may_have_arrived:
                     self.evaluate()
                 self._publish_again()
-                self._news = False
-        self._news |= self.arrived(seconds)
+                self._builds_may_have_arrived = False
+        self._builds_may_have_arrived |= self.arrived(seconds)
 
     def _record_late_publications(self) -> None:
         """Record the metrics of versions that were published late, after an outage of the gateway.

@@ -31,7 +31,7 @@ class ReadyGroups:
         """Change counters of the ledger at the last query."""
         self._newest = 0
         """Oldest version whose groups and skips may be new at the next query of the ledger."""
-        self._asked: set[Key] = set()
+        self._looked_up: set[Key] = set()
         """Groups that were looked up in the ledger and are not done."""
         self._leased: set[Key] = set()
         self._whole: list[Group] = []
@@ -46,19 +46,19 @@ class ReadyGroups:
                 return self._ready
             if self._changes and self._changes[1] != changes[1]:
                 source.rescan()
-                whole, self._changes, self._asked = source.ready(), None, set()
+                whole, self._changes, self._looked_up = source.ready(), None, set()
             keys = {(group.mode, group.group_id) for group in whole}
-            done = self._ask(connection, source.build_spec, keys, changes)
+            done = self._look_up(connection, source.build_spec, keys, changes)
         if done:
             source.release(group for group in whole if (group.mode, group.group_id) in done)
-        self._changes, self._whole, self._asked = changes, whole, keys - done
+        self._changes, self._whole, self._looked_up = changes, whole, keys - done
         unavailable = done | self._leased
         self._ready = [group for group in whole if (group.mode, group.group_id) not in unavailable]
         return self._ready
 
-    def _ask(self, connection: sa.Connection, build_spec: str, keys: set[Key], changes: tuple[int, int]) -> set[Key]:
+    def _look_up(self, connection: sa.Connection, build_spec: str, keys: set[Key], changes: tuple[int, int]) -> set[Key]:
         """Return those of the groups that are done, and note those that are leased."""
-        new = sorted(keys - self._asked)
+        new = sorted(keys - self._looked_up)
         if self._changes is None or len(new) > _FEW:
             groups = self._finished(connection, build_spec, None, None)
             done, self._leased = groups.done, groups.leased

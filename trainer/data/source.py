@@ -81,7 +81,7 @@ SELECT RunId, Mode, BuildSpec, GroupId, TaskId, RolloutId, Attempt, Revision, Co
     AgentName, Components, Tools, Policy, Version, `Versions.Start`, `Versions.Version`, Model, TokenizerHash, Temperature, Reshaping,
     FinishReason, PromptIds, ResponseIds, Logprobs, `Rewards.Name`, `Rewards.Value`, `Rewards.CallId`, `Rewards.Role`, `Rewards.Turn`
 FROM spangrad_internal.transitions FINAL
-WHERE {mine} AND {in_groups}
+WHERE {this_run} AND {in_groups}
 ORDER BY Mode, GroupId, RolloutId, Attempt, Turn, CallId
 """
 
@@ -331,7 +331,7 @@ class GroupReader:
     def _load(self, groups: Sequence[Group], builds_of: Callable[[], pl.DataFrame]) -> Loaded:
         """Read the transitions of groups of one run and specification; their rollouts are read beside."""
         reading = self._beside.submit(copy_context().run, builds_of)  # also where an outage is not waited for
-        rows = self._frame(_TRANSITIONS.format(mine=THIS_RUN, in_groups=self._in_groups(groups)), groups)
+        rows = self._frame(_TRANSITIONS.format(this_run=THIS_RUN, in_groups=self._in_groups(groups)), groups)
         builds = reading.result()
         newest = rows.join(builds.select(ROWS_OF), on=ROWS_OF, how="semi", maintain_order="left")
         rollouts = [
