@@ -17,7 +17,7 @@ from tests.support.trainers import SPEC, FakeSource, committed, group, settings,
 from trainer import loop
 from trainer.data.plan import GroupOutcome, LedgerHistory, TrainPlan, planned
 from trainer.data.planning import history_of, make_plan
-from trainer.data.source import Group, GroupState
+from trainer.data.source import Group, GroupState, Loaded
 from trainer.ledger.recovery import open_ledger, prepare
 from trainer.ledger.skips import Skip, SkipReason
 
@@ -110,6 +110,26 @@ def test_past_of_branch_of_branch_begins_at_parent_version(tmp_path: Path):
     ledger = open_ledger(fork)
     assert history_of(fork, ledger, SPEC).lineage == (3,)
     assert history_of(fork, None, SPEC).lineage == (0,)
+
+
+def test_planned_rollout_id_of_an_earlier_batch_is_trained_once(tmp_path: Path):
+    """Against the loop itself: a batch takes no rollout that one before it has trained."""
+
+    class SameIds(FakeSource):
+        def load(self, groups: Sequence[Group]) -> Loaded:
+            loaded = super().load(groups)
+            return replace(loaded, rollouts=[replace(row, rollout_id=row.rollout_id.replace("d-", "a-")) for row in loaded.rollouts])
+
+    chosen, source = settings(write_base(tmp_path / "base"), tmp_path / "policies"), SameIds([*"abcde"])
+    trainer = wired(chosen, source)
+    past = replace(FRESH, tokenizer_hash=loop.newest_version(trainer.ledger).tokenizer_hash)
+    group_plans = planned(states(*"abcde"), source.load, past, chosen.trainer)
+    trainer.run(follow=False)
+    assert trainer.ledger.skips.reasons() == {group("d"): SkipReason.ALREADY_TRAINED}
+    batches = {"a": 1, "b": 1, "c": 2, "e": 2, "d": None}
+    assert {row.group_id: (row.batch, row.reason) for row in group_plans} == {
+        name: (batch, None if batch else SkipReason.ALREADY_TRAINED) for name, batch in batches.items()
+    }
 
 
 def test_history_of_skip_in_another_run_leaves_trained_group_trained(tmp_path: Path):

@@ -15,7 +15,7 @@ from spangrad.settings import TrainerSettings
 from spangrad.types import Mode
 from trainer.data.batch_queue import Claimed, HeldGroups, PhaseSkips, all_skips, most_held, oldest_first
 from trainer.data.group_checks import same_ids
-from trainer.data.source import Group, GroupState, Loaded
+from trainer.data.source import AttemptKey, BatchRollout, Group, GroupState, Loaded
 from trainer.ledger.skips import Skip, SkipReason
 
 
@@ -236,6 +236,11 @@ def _outcomes_of_ready(
     """Return the outcomes of groups that are whole, as `BatchQueue` would take them batch after batch."""
     lineage, batch, count = list(history.lineage), 0, settings.sampling.groups_per_batch
     held, checked, outcomes = HeldGroups(), dict[Group, int](), dict[Group, _Outcome]()
+    trained = set[AttemptKey]()
+
+    def claimed(rollouts: Sequence[BatchRollout]) -> dict[Group, str]:
+        return {**history.claimed(rollouts), **{rollout.group: "" for rollout in rollouts if rollout.key in trained}}
+
     while not history.awaited:
         decided: dict[Group, _Outcome] = {}
         skips: Mapping[Group, Skip] = {}
@@ -251,14 +256,15 @@ def _outcomes_of_ready(
                     lineage=lineage,
                     tokenizer_hash=history.tokenizer_hash,
                     of_phases=history.of_phases,
-                    claimed=history.claimed,
+                    claimed=claimed,
                 )
                 versions = examined.oldest_versions(settings.policy)
                 checked |= {group: versions.get(group, lineage[-1]) for group in complete if group not in skips}
         elif len(chosen := oldest_first(ready, checked)[:count]) < count:
             break
-        elif not (skips := same_ids(held.load(load, chosen).rollouts, chosen)):
+        elif not (skips := same_ids(rollouts := held.load(load, chosen).rollouts, chosen)):
             batch += 1
+            trained |= {rollout.key for rollout in rollouts}
             lineage.append(lineage[-1] + 1)  # the number that it will have, or a smaller one; either way it is the newest
             checked = {}
             decided = dict.fromkeys(chosen, (GroupOutcome.BATCH, batch, None))
