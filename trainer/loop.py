@@ -279,6 +279,7 @@ class Trainer:
             self._refuse(error, batch, calls, parent)
             return True
         except HeadMovedError:
+            self.clock.end()
             return False
         self.loaded = trained.version
         self.batches.forget(loaded)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -351,7 +352,9 @@ def test_groups_of_a_step_that_was_given_up_are_under_way_no_more(tmp_path: Path
     batch = trainer.take()
     assert batch
     trainer.ledger.rollback(0)
+    trainer.clock._free_since = -math.inf
     assert not trainer.step(batch)
+    assert trainer.clock.waited < math.inf, "the wait begins anew: the step that was given up is no wait for rollouts"
     assert trainer.take() is None
     assert trainer.ledger.skips.reasons() == dict.fromkeys((group("c"), group("d")), SkipReason.UNKNOWN_VERSION)
     assert trainer.batches.sound_groups == set()
