@@ -313,6 +313,19 @@ def test_cluster_of_other_host_memory_is_refused_by_its_name(gigabytes: float) -
         cluster_of("8x80", 1, gigabytes)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "flags", "missing"),
+    [
+        ("1x80", {"engine__extra_args": ["--gpu-memory-utilization", "1"]}, "a trainer's GPU needs"),
+        ("8x1", {"trainer__workers__colocated": True}, "an engine's GPU needs"),
+        ("8x80", {"engine__extra_args": ["--gpu-memory-utilization", "0"]}, "an engine's GPU needs"),
+    ],
+)
+def test_plan_that_leaves_a_part_no_memory_misses_it(gpus: str, flags: dict[str, object], missing: str) -> None:
+    plan = planned(SMALL, gpus, **flags)
+    assert [miss for miss in plan.misses if missing in miss and "of 0.0 MiB" in miss]
+
+
 def test_generation_and_training_overlap_where_staleness_lets_them() -> None:
     waits, overlaps = planned(SMALL, "8x80"), planned(SMALL, "8x80", trainer__sampling__max_staleness=1)
     assert overlaps.step_seconds < waits.step_seconds

@@ -10,6 +10,7 @@ hosts; on a single GPU it shares that with the engine. With trainer.workers.colo
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +87,9 @@ class CapacityPlan:
     def trainer_limit(self) -> int:
         """Return the memory that a rank may take of its GPU, in bytes."""
         if self.takes_turns:
-            return self.cluster.gpu.memory_bytes - memory.ASLEEP
+            return max(self.cluster.gpu.memory_bytes - memory.ASLEEP, 0)
         share = 1 - engines.utilisation(self.settings.engine) if self.shares_gpu else 1
-        return int(self.cluster.gpu.memory_bytes * share)
+        return max(int(self.cluster.gpu.memory_bytes * share), 0)
 
     @property
     def cached_tokens(self) -> int:
@@ -112,12 +113,13 @@ class CapacityPlan:
 
     def _held_against_limits(self) -> Iterator[tuple[float, str]]:
         needed = memory.peak_bytes(self.trainer_gpu)
-        yield needed / self.trainer_limit, f"a trainer's GPU needs {size_text(needed)} of {size_text(self.trainer_limit)}"
-        gpu = int(engines.utilisation(self.settings.engine) * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS
+        yield _excess(needed, self.trainer_limit), f"a trainer's GPU needs {size_text(needed)} of {size_text(self.trainer_limit)}"
+        share = engines.utilisation(self.settings.engine)
+        gpu = max(int(share * self.cluster.gpu.memory_bytes) - self.takes_turns * memory.GPU_PROCESS, 0)
         fixed = memory.peak_bytes([item for item in self.engine_gpu if item.name != "KV cache"])
         one_context = self.work.tokens * engines.cache_values(self.model, self.sizes) * engines.engine_width(self.settings.engine)
         needed = fixed + max(self.settings.engine.kv_cache_bytes or one_context, one_context)
-        yield needed / gpu, f"an engine's GPU needs {size_text(needed)} of {size_text(gpu)} for its weights and one context"
+        yield _excess(needed, gpu), f"an engine's GPU needs {size_text(needed)} of {size_text(gpu)} for its weights and one context"
         limit = self.cluster.host_bytes
         for items in (self.first_host, self.other_host):
             if limit and items:
@@ -143,6 +145,10 @@ class CapacityPlan:
             Proposal("engine.max_model_len", engine.max_model_len, "longest prompt and response"),
             Proposal("engine.extra_args", list(engine.extra_args), f"the KV cache holds {self.cached_tokens:,} tokens"),
         ]
+
+
+def _excess(needed: int, limit: int) -> float:
+    return needed / limit if limit else math.inf
 
 
 def candidates(model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str] = ()) -> list[CapacityPlan]:
