@@ -77,6 +77,16 @@ def test_find_skips_gives_the_reason_of_a_group_that_cannot_be_trained(rows: lis
     assert reasons(rows) == {GROUP: reason}
 
 
+@pytest.mark.parametrize("versions", [{"Versions.Start": [0], "Versions.Version": [2**63]}, {"Version": 2**64 - 1}], ids=str)
+def test_find_skips_of_version_beyond_63_bits_is_unknown_version(versions: dict[str, object]) -> None:
+    """A span may name any version, and the store keeps 64 bits without a sign."""
+    rows = [{**row, "Versions.Start": [], "Versions.Version": [], **versions} for row in PAIR]
+    types = {**SCHEMA, "Version": pl.UInt64(), "Versions.Start": pl.List(pl.UInt32), "Versions.Version": pl.List(pl.UInt64)}
+    of = Loaded(loaded(PAIR).rollouts, pl.DataFrame(rows, schema_overrides=types))
+    skipped = find_skips([GROUP], of, SETTINGS, lineage=(0,), tokenizer_hash="tokenizer")
+    assert {group: skip.reason for group, skip in skipped.items()} == {GROUP: SkipReason.UNKNOWN_VERSION}
+
+
 def test_find_skips_of_versions_in_order_is_none() -> None:
     assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [0, 1], "Versions.Version": [0, 0]})]) == {}
     assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [], "Versions.Version": []})]) == {}

@@ -13,7 +13,7 @@ import polars as pl
 from spangrad.selection import selected_of
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import KEY
-from trainer.data.token_versions import versions_of_calls
+from trainer.data.token_versions import UNKNOWN, versions_of_calls
 from trainer.ledger.skips import SkipReason
 
 _CUT = ("length", "max_tokens", "max_output_tokens")
@@ -42,7 +42,7 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
             "AgentName",
         )
         .explode("Version")
-        .with_columns(pl.col("Version").cast(pl.Int64))
+        .with_columns(pl.col("Version").cast(pl.Int64, strict=False).fill_null(UNKNOWN))  # a span may name any version
         .group_by("Row", maintain_order=True)
         .agg(
             Known=pl.col("Version").is_in(pl.Series(lineage, dtype=pl.Int64).implode()).all(),
