@@ -92,6 +92,16 @@ def test_find_skips_of_versions_in_order_is_none() -> None:
     assert reasons([*PAIR, transition_row("c", **{"Versions.Start": [], "Versions.Version": []})]) == {}
 
 
+@pytest.mark.parametrize("name", ["PromptIds", "ResponseIds"])
+def test_find_skips_of_token_beyond_the_vocabulary_is_contradictory(name: str) -> None:
+    rows = [*PAIR, transition_row("c", **{name: [1, 50]})]
+    own = {"lineage": (0,), "tokenizer_hash": "tokenizer"}
+    detail = "transition transition-c-0 has token id 50, and the policy's vocabulary has 50 tokens."
+    assert find_skips([GROUP], loaded(rows), SETTINGS, vocabulary=50, **own) == {GROUP: Skip(SkipReason.CONTRADICTORY, detail)}  # type: ignore[arg-type]
+    for vocabulary in (51, None):
+        assert find_skips([GROUP], loaded(rows), SETTINGS, vocabulary=vocabulary, **own) == {}  # type: ignore[arg-type]
+
+
 def test_find_skips_names_contradictory_row_and_non_finite_value() -> None:
     rows = [*PAIR, transition_row("c", Logprobs=[-0.5]), *(transition_row(name, GroupId="other") for name in "de")]
     rows += [transition_row("f", GroupId="other", rewards=(float("nan"),))]

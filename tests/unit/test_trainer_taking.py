@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -22,7 +23,9 @@ from tests.support.trainers import SPEC, FakeOptimizer, FakeSource, committed, g
 from trainer import loop
 from trainer.data import batch_queue
 from trainer.data.batch import Batch
-from trainer.data.source import BatchRollout, Group, Loaded, missing_rows
+from trainer.data.plan import planned
+from trainer.data.planning import history_of
+from trainer.data.source import BatchRollout, Group, GroupState, Loaded, missing_rows
 from trainer.ledger import skipped_groups
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import Skip, SkipReason
@@ -144,6 +147,22 @@ def test_step_that_fails_without_bad_row_skips_whole_batch(tmp_path: Path, base:
     assert trainer.ledger.skips.reasons() == {group("a"): SkipReason.NOT_FINITE, group("b"): SkipReason.NOT_FINITE}
     assert committed(trainer) == {0: [], 2: ["c-0", "c-1", "d-0", "d-1"]}
     assert [version.status for version in trainer.mirror.written if version.version == 1] == [VersionStatus.ORPHANED]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": BAD}, {"text_config": {"vocab_size": BAD}}], ids=str)
+def test_group_with_token_beyond_the_vocabulary_is_skipped_and_planned_so(tmp_path: Path, base: Path, config: dict[str, Any]):
+    """A model has no row for it: the step would fail with no word on which group is at fault."""
+    (base / "config.json").write_text(json.dumps(config))
+    chosen, source = settings(base, tmp_path), FakeSource([*"abcde"], changes=bad("b"))
+    trainer = wired(chosen, source)
+    states = [GroupState(group(name), 2, 2) for name in source.names]
+    plans = planned(states, source.load, history_of(chosen, trainer.ledger, SPEC), chosen.trainer)
+    trainer.run(follow=False)
+    assert committed(trainer) == {0: [], 1: ["a-0", "a-1", "c-0", "c-1"], 2: ["d-0", "d-1", "e-0", "e-1"]}
+    assert trainer.ledger.skips.reasons() == {group("b"): SkipReason.CONTRADICTORY}
+    assert {row.group_id: (row.batch, row.reason) for row in plans} == {
+        **dict.fromkeys("ac", (1, None)), **dict.fromkeys("de", (2, None)), "b": (None, SkipReason.CONTRADICTORY)
+    }  # fmt: skip
 
 
 def test_batch_refills_load_each_group_once(tmp_path: Path, base: Path):

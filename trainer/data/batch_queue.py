@@ -16,8 +16,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spangrad.errors import BadRowsError, TrainerError
+from spangrad.probing.model import json_object
 from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
@@ -93,6 +95,16 @@ def most_held(settings: TrainerSettings) -> int:
     return (settings.sampling.max_staleness + 2) * settings.sampling.groups_per_batch
 
 
+def vocabulary_of(model: Path) -> int | None:
+    """Return the number of tokens that a model knows. None: its config.json does not say.
+
+    Raises:
+        SettingsError: that is not a JSON object.
+    """
+    config = json_object(model / "config.json") or {}
+    return {**config, **config.get("text_config", {})}.get("vocab_size")
+
+
 def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[Group]:
     """Return those of the ready groups that may be trained, in the order in which batches take them.
 
@@ -110,6 +122,7 @@ def all_skips(
     *,
     lineage: Sequence[int],
     tokenizer_hash: str,
+    vocabulary: int | None,
     of_phases: PhaseSkips,
     claimed: Claimed,
 ) -> dict[Group, Skip]:
@@ -121,10 +134,11 @@ def all_skips(
         settings: of the trainer.
         lineage: the committed versions that led to the one about to be trained, which is last.
         tokenizer_hash: the policy's.
+        vocabulary: number of tokens that the policy knows. None: it is not known.
         of_phases: returns the groups of other phases.
         claimed: returns the groups that are trained already.
     """
-    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
+    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer_hash, vocabulary=vocabulary)
     skips |= {group: skip for group, skip in of_phases(groups, loaded).items() if group not in skips}
     return skips | _already_trained(claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips]))
 
@@ -161,6 +175,8 @@ class BatchQueue:
         """Groups of the batch that was taken last, until it is trained or another is requested."""
         self._head: LedgerVersion | None = None
         """Version that skips were last compared with."""
+        self._vocabulary: int | None = None
+        """Number of tokens that the policy knows, by the first version: training changes no vocabulary. None: it is not known."""
         self._incomplete: dict[Group, _Incomplete] = {}
         self.ready: list[Group] = []
         """Groups that were ready, and not used yet, when a batch was last requested."""
@@ -263,6 +279,7 @@ class BatchQueue:
             if before is None or (head.parent_branch, head.policy_version.parent) != (before.branch, before.version):
                 self._remove_outdated_skips(build_spec)
             if before is None:
+                self._vocabulary = vocabulary_of(Path(head.policy_version.path))
                 self._stop_if_too_many_failed()
         self._head = head  # last: where the ledger fails, the next look judges again
 
@@ -291,6 +308,7 @@ class BatchQueue:
             self._settings,
             lineage=self._branch.lineage(),
             tokenizer_hash=head.tokenizer_hash,
+            vocabulary=self._vocabulary,
             of_phases=self._of_phases,
             claimed=self._branch.claimed,
         )

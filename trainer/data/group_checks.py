@@ -24,7 +24,13 @@ _IDS = ("PromptIds", "ResponseIds", "Logprobs")
 
 
 def find_skips(
-    groups: Sequence[Group], loaded: Loaded, settings: TrainerSettings, *, lineage: Sequence[int], tokenizer_hash: str
+    groups: Sequence[Group],
+    loaded: Loaded,
+    settings: TrainerSettings,
+    *,
+    lineage: Sequence[int],
+    tokenizer_hash: str,
+    vocabulary: int | None = None,
 ) -> dict[Group, Skip]:
     """Find the groups that the settings' trainer does not train now; of several reasons the first in the order of `SkipReason` is given.
 
@@ -34,12 +40,13 @@ def find_skips(
         settings: policy, selection, bounds of calls, credit and estimator.
         lineage: the committed versions that led to the one about to be trained, which is last.
         tokenizer_hash: the policy's.
+        vocabulary: number of tokens that the policy knows. None: it is not known.
     """
     own = loaded.own(settings.policy, settings.selection)
     masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
     skips = {group: Skip(SkipReason.CANCELLED) for group in groups if group.group_id in loaded.cancelled}
     trained = own & masked.is_null()
-    skips = _not_finite(loaded, trained) | _contradictions(loaded.transitions.filter(trained)) | skips
+    skips = _not_finite(loaded, trained) | _contradictions(loaded.transitions.filter(trained), vocabulary) | skips
     alone = ESTIMATORS[settings.credit.estimator].scope in {"all", "greedy"}
     for group, facts in _facts(groups, loaded.transitions.filter(own), masked.filter(own)):
         if group not in skips and (skip := _of_calls(facts, settings, lineage, alone=alone)):
@@ -65,7 +72,7 @@ def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[
     return skips
 
 
-def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
+def _contradictions(trained: pl.DataFrame, vocabulary: int | None) -> dict[Group, Skip]:
     """Return the groups with a call whose columns contradict each other; the first such call is named."""
     prompt, response, logprobs = (pl.col(name).list.len().fill_null(0) for name in _IDS)
     starts = pl.col("Versions.Start")
@@ -75,9 +82,22 @@ def _contradictions(trained: pl.DataFrame) -> dict[Group, Skip]:
         & (starts.list.eval(pl.element().diff().drop_nulls().min() > 0).list.first().fill_null(value=True))
         & (starts.list.len() == pl.col("Versions.Version").list.len())
     )
-    facts = trained.select(*GROUP_COLUMNS, "TransitionId", Prompt=prompt, Response=response, Logprobs=logprobs, Versions=ordered)
+    largest = pl.max_horizontal(pl.col(name).list.max() for name in ("PromptIds", "ResponseIds"))
+    facts = trained.select(
+        *GROUP_COLUMNS,
+        "TransitionId",
+        Prompt=prompt,
+        Response=response,
+        Logprobs=logprobs,
+        Versions=ordered,
+        Unknown=None if vocabulary is None else pl.when(largest >= vocabulary).then(largest),
+        Vocabulary=vocabulary,
+    )
     inconsistent = facts.filter(
-        (pl.min_horizontal("Prompt", "Response") == 0) | (pl.col("Response") != pl.col("Logprobs")) | ~pl.col("Versions")
+        (pl.min_horizontal("Prompt", "Response") == 0)
+        | (pl.col("Response") != pl.col("Logprobs"))
+        | ~pl.col("Versions")
+        | pl.col("Unknown").is_not_null()
     )
     if inconsistent.is_empty():
         return {}
@@ -93,6 +113,8 @@ def _contradiction(row: dict[str, object]) -> str:
         return f"transition {name} has {prompt} prompt and {response} response tokens; both are needed."
     if response != logprobs:
         return f"transition {name} has {response} response tokens and {logprobs} logprobs."
+    if row["Unknown"] is not None:
+        return f"transition {name} has token id {row['Unknown']}, and the policy's vocabulary has {row['Vocabulary']} tokens."
     return f"transition {name} names versions that begin at no tokens of its response, or at none in order."
 
 

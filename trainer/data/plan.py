@@ -80,6 +80,8 @@ class LedgerHistory:
     """Other policies that must be updated and served before the policy's phase begins (`Phases.awaited`)."""
     of_phases: PhaseSkips = lambda _groups, _loaded: {}
     """Groups that versions of other phases played."""
+    vocabulary: int | None = None
+    """Number of tokens that the policy knows. None: it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ def _outcomes_of_ready(
                     settings,
                     lineage=lineage,
                     tokenizer_hash=history.tokenizer_hash,
+                    vocabulary=history.vocabulary,
                     of_phases=history.of_phases,
                     claimed=claimed,
                 )

@@ -6,6 +6,7 @@ In: settings. Out: a `TrainPlan`. Invariant: store and ledger are only read.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spangrad.settings import Settings
@@ -13,6 +14,7 @@ from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.credit.learning import check
+from trainer.data.batch_queue import vocabulary_of
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
 from trainer.ledger.demand import ConsumedGroups, Consumption, in_flight
@@ -91,7 +93,15 @@ def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Le
     outdated = {row.group for row in skipped if row.is_outdated(known, bases)}
     kept = {row.group: row.reason for row in skipped if row.group not in outdated}
     done = finished.done - {(group.mode, group.group_id) for group in outdated}
-    return LedgerHistory(tuple(lineage), newest.tokenizer_hash, frozenset(done), frozenset(finished.leased), kept, ledger.claimed)
+    return LedgerHistory(
+        tuple(lineage),
+        newest.tokenizer_hash,
+        frozenset(done),
+        frozenset(finished.leased),
+        kept,
+        ledger.claimed,
+        vocabulary=vocabulary_of(Path(newest.policy_version.path)),
+    )
 
 
 def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:
@@ -101,4 +111,5 @@ def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:
     if ledger and model:
         path = model.absolute()
         lineage = ledger.beginning(checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer)
-    return LedgerHistory(tuple(lineage), tokenizer, frozenset(), frozenset(), {})
+    vocabulary = vocabulary_of(model) if model else None
+    return LedgerHistory(tuple(lineage), tokenizer, frozenset(), frozenset(), {}, vocabulary=vocabulary)

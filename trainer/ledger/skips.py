@@ -21,7 +21,7 @@ class SkipReason(StrEnum):
     NO_TRANSITIONS = "no_transitions"
     """Every call of this policy in it was dropped, or is not selected."""
     CONTRADICTORY = "contradictory"
-    """A call of it is inconsistent: it has no prompt or no response, or not as many logprobs as response tokens."""
+    """A call of it is inconsistent: no prompt, no response, not as many logprobs as response tokens, or a token that the policy lacks."""
     NOT_FINITE = "not_finite"
     """A logprob, a reward or the gradient is not a finite number."""
     ONE_ROLLOUT = "one_rollout"
