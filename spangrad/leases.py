@@ -73,17 +73,22 @@ class LeaseClock(Generic[Name]):
         """Prolong all leases: the observer itself was delayed, and may not have seen renewals that had arrived."""
         self._seen = {lease: _LastRenewal(seen.beat, seen.until + seconds) for lease, seen in self._seen.items()}
 
-    async def ticks(self, seconds: float) -> AsyncIterator[None]:
+    async def ticks(self, seconds: float, *others: LeaseClock[Name]) -> AsyncIterator[None]:
         """Yield every so many seconds, for the observer to look for expired leases.
 
         Leases are prolonged by a delay of this process, which was stopped or starved: renewals that came meanwhile are still to be read.
+
+        Args:
+            seconds: time between two looks, in seconds.
+            others: further clocks of the same observer, whose leases are prolonged as well.
         """
         before = time.monotonic()
         while True:
             await asyncio.sleep(seconds)
             delay, before = time.monotonic() - before - seconds, time.monotonic()
             if delay > seconds:
-                self.prolong(delay)
+                for clock in (self, *others):
+                    clock.prolong(delay)
             yield
 
     def forget(self, lease: Name) -> None:

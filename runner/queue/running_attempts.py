@@ -48,8 +48,8 @@ class RunningAttempts:
         return Moment(self._boot, time.monotonic(), time.time())
 
     def sweeps(self) -> AsyncIterator[None]:
-        """Yield whenever expired attempts should be looked for; a delay of this process prolongs their leases."""
-        return self._leases.ticks(SWEEP_SECONDS)
+        """Yield whenever expired attempts should be looked for; a delay of this process prolongs their leases and time limits."""
+        return self._leases.ticks(SWEEP_SECONDS, self._time_limits)
 
     def add(self, attempts: Iterable[Running], *, is_new: bool) -> None:
         """Add attempts, or renew them; for those that are not new, count the time that they have run already as well."""

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from inline_snapshot import snapshot
 
 from runner.queue.client import LeaseHeartbeats, QueueClient
@@ -163,9 +164,10 @@ async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_pa
         assert (ended.reason, ended.detail) == (AttemptFailure.LOST, "it ran for more than 3600 s, and its worker did not end it")
 
 
-async def test_queue_server_that_stalled_expires_no_lease(tmp_path: Path) -> None:
+@pytest.mark.parametrize("timeout_seconds", [300.0, 0.1])
+async def test_queue_server_that_stalled_ends_no_attempt(tmp_path: Path, timeout_seconds: float) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)) as (client, service):
-        await client.enqueue("run", new_rollouts(1))
+        await client.enqueue("run", new_rollouts(1, timeout_seconds=timeout_seconds))
         (lease,) = await client.lease("run", "worker")
         time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
         sweeps = service.sweeps
