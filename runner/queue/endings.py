@@ -97,17 +97,12 @@ class Endings:
 
     def cancel(self, transaction: sa.Connection, which: RolloutSelector, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
         """Cancel queued and running rollouts; return the counts, and the attempts that were running."""
-        conditions = _condition(which)
-        held = [
-            (row.rollout_id, row.attempt)
-            for condition in conditions
-            for row in transaction.execute(
-                sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
-            )
-        ]
+        held: list[tuple[str, int]] = []
         number = 0
         highest = transaction.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar() or 0
-        for condition in conditions:
+        for condition in _condition(which):
+            running = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
+            held += [(row.rollout_id, row.attempt) for row in transaction.execute(running)]
             matches = (condition, ROLLOUTS.c.state.in_(OPEN))
             groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id).where(*matches)
             _cancel_groups(transaction, sa.tuple_(GROUPS.c.run_id, GROUPS.c.group_id).in_(groups))

@@ -13,6 +13,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from runner.queue.client import LeaseHeartbeats, QueueClient
+from runner.queue.rows import CHUNK
 from runner.queue.tables import ROLLOUTS
 from runner.queue.wire import AttemptReceipt, Cancelled, Held, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.types import AttemptFailure
@@ -274,3 +275,11 @@ async def test_cancel_with_1000_attempts_in_flight_cancels_all(queue_db: str) ->
             "run": {RolloutState.SUCCEEDED: 1, RolloutState.CANCELLED: 1499},
         }
         assert service.in_flight == 1
+
+
+async def test_cancel_counts_an_id_that_is_named_twice_once(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
+        await client.enqueue("run", new_rollouts(1))
+        await client.lease("run", "worker")
+        names = ["r0", *(f"unknown {number}" for number in range(CHUNK)), "r0"]
+        assert await client.cancel(RolloutSelector(rollout_ids=names)) == Cancelled(queued=0, running=1)
