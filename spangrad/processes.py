@@ -27,6 +27,7 @@ from spangrad.http.json_http import status_of
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 """Loopback names and addresses of this machine."""
 _PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 2**16
 _SERVER_PORTS = range(20000, 32768)
 """Ports that Linux assigns to no outgoing connection by default (net.ipv4.ip_local_port_range)."""
 
@@ -77,8 +78,10 @@ class Child:
             raise SpangradError(f"{self.name} ended with exit code {self.process.returncode}. The end of {self.log}:\n{self.tail()}")
 
     def tail(self, lines: int = 20) -> str:
-        """Return the last lines of the log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        """Return the last lines of the log, as far as they are among its last bytes: it may be larger than the memory."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
 
     def ask_to_end(self) -> None:
         """Send SIGTERM, once: a second one would cut the end of some programs short."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import uuid
 from itertools import repeat
 from pathlib import Path
@@ -61,6 +62,20 @@ def test_wait_until_with_dead_child_raises_with_end_of_log(tmp_path: Path) -> No
     child = Child("spangrad thing", [sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
     with pytest.raises(SpangradError, match=r"spangrad thing ended with exit code 3[\s\S]*the reason"):
         wait_until(lambda: False, 30, "it", [child])
+
+
+def test_child_tail_reads_no_more_than_the_end_of_a_large_log(tmp_path: Path) -> None:
+    child = Child("spangrad thing", [sys.executable, "-c", ""], tmp_path / "log")
+    child.process.wait()
+    with child.log.open("wb") as log:
+        log.writelines([b"x" * 2**20 + b"\n"] * 64)
+        log.write("last but one é\nlast\n".encode())
+    tracemalloc.start()
+    try:
+        assert child.tail(2) == "last but one é\nlast"
+        assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_require_free_port_in_use_raises_with_setting() -> None:
