@@ -219,9 +219,9 @@ def _module(module_name: str) -> ModuleType:
     if not module_name.endswith(".py"):
         return importlib.import_module(module_name)
     file = Path(module_name).resolve()
-    for module in list(sys.modules.values()):
+    for module in list(sys.modules.values()):  # an entry may be anything; None blocks an import
         # This process's __main__ is the agent host's, or a program's that has only begun: not the file as a module.
-        if module.__name__ != "__main__" and getattr(module, "__file__", None) == str(file):
+        if getattr(module, "__file__", None) == str(file) and module.__name__ != "__main__":
             return module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))  # as Python does for a script

@@ -88,6 +88,12 @@ def test_load_agent_from_file_with_name_of_stdlib_module(tmp_path: Path) -> None
     assert Path(sys.modules["json"].__file__ or "").parent != tmp_path
 
 
+@pytest.mark.parametrize("entry", [None, object()])
+def test_load_file_beside_an_entry_of_sys_modules_that_is_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: object) -> None:
+    monkeypatch.setitem(sys.modules, "blocked", entry)  # None: its import is blocked
+    assert load(f"{write(tmp_path / 'solver.py')}:helper")(3) == 3
+
+
 @pytest.mark.parametrize(
     ("reference", "message", "place"),
     [
