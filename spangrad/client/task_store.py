@@ -112,7 +112,7 @@ def _parts(tasks: Sequence[Task]) -> list[tuple[int, list[Task]]]:
     parts: list[tuple[int, list[Task]]] = []
     size = _CHARACTERS
     for index, task in enumerate(tasks):
-        length = len(json.dumps(task.input)) + len(task.task_id)
+        length = len(json.dumps(_row(task)))
         if size + length > _CHARACTERS:
             parts.append((index, []))
             size = 0

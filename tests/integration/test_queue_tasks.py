@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -49,6 +51,19 @@ async def test_task_store_upload_keeps_tasks_once_and_reads_them_whole(queue_db:
             assert (store.read("train"), store.read("again"), rows()) == (OTHER, FIRST, 2501)
 
         await asyncio.to_thread(work)
+
+
+def test_task_store_upload_sends_requests_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task_store, "_CHARACTERS", 10_000)
+    sizes: list[int] = []
+
+    class Recorder(QueueHttp):
+        def ask(self, method: str, path: str, body: Any = None, *, missing: Any = None) -> Any:
+            sizes.append(len(json.dumps(body)))
+            return missing
+
+    TaskStore(Recorder("http://127.0.0.1:9", None, "run")).upload("train", [Task(f"t{n}", n, data_source="s" * 400) for n in range(100)])
+    assert max(sizes) < 11_000
 
 
 def test_digest_of_tasks_depends_on_their_fields_and_order() -> None:
