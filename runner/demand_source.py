@@ -74,6 +74,8 @@ def missing_groups(demand: DemandState, extra: int) -> int:
         demand: with the number of groups enqueued.
         extra: groups in flight beyond the demanded ones, until the trainer has as many as it demands.
     """
+    if not demand.branches:
+        return 0  # the groups that are enqueued are not for a trainer
     missing = demand.groups - demand.enqueued
     if all(one.filled >= one.groups for one in demand.branches if one.groups == demand.groups):
         return missing if extra else max(missing, 0)

@@ -110,6 +110,11 @@ def test_missing_groups_cancels_stragglers_once_and_never_exceeds_demand(
         assert len(flow.spent) == steps + 2
 
 
+@pytest.mark.parametrize("enqueued", [0, 9])
+def test_missing_groups_without_a_demand_are_none(enqueued: int) -> None:
+    assert missing_groups(DemandState(groups=0, enqueued=enqueued, cancelled=0, branches=[]), extra=2) == 0
+
+
 async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
     served = {"policy": 0}
