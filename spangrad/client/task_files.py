@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spangrad.errors import AgentError
+from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.text_sanitizer import storable
 from spangrad.types import SandboxRung, Task
 
@@ -94,8 +94,9 @@ def _of_lines(path: Path) -> Iterator[tuple[int, str, object]]:
         if line.strip():
             try:
                 yield number, f"line {number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise AgentError(f"{path}, line {number} is no JSON ({error.msg}, column {error.colno}): {_JSON}.") from None
+            except JSON_ERRORS as error:
+                fault = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+                raise AgentError(f"{path}, line {number} is no JSON ({fault}): {_JSON}.") from None
 
 
 def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
@@ -169,7 +170,8 @@ def _task(row: object, where: str, name: str) -> Task:
         missing_key = "input" if there == "task_id" else "task_id"
         raise AgentError(f"{where} has {there!r} and no {missing_key!r}: give both; or neither, and the whole row is the input.")
     if not named:
-        return Task(name, _json(fields, fields, where))
+        _require_json(fields, where)
+        return Task(name, fields)
     task_id = fields["task_id"]
     if not isinstance(task_id, str | int) or task_id == "":
         raise AgentError(f"{where} has task_id {task_id!r:.100}: give a text that is not empty, or a whole number.")
@@ -179,7 +181,8 @@ def _task(row: object, where: str, name: str) -> Task:
     if not isinstance(source, str) or storable(source) != source:
         raise AgentError(f"{where} has data_source {source!r:.100}: give a text without null characters, or leave it out.")
     least = _least_sandbox(fields.get("least_sandbox"), where)
-    return Task(str(task_id), _json(fields["input"], fields, where), least_sandbox=least, data_source=source)
+    _require_json({"input": fields["input"]}, where)
+    return Task(str(task_id), fields["input"], least_sandbox=least, data_source=source)
 
 
 def _least_sandbox(value: object, where: str) -> SandboxRung | None:
@@ -189,19 +192,18 @@ def _least_sandbox(value: object, where: str) -> SandboxRung | None:
         raise AgentError(f"{where} has least_sandbox {value!r:.100}: give one of {', '.join(SandboxRung)}, or leave it out.") from None
 
 
-def _json(value: object, fields: Mapping[str, object], where: str) -> object:
-    """Return a value that an agent can get as its input.
+def _require_json(fields: Mapping[str, object], where: str) -> None:
+    """Refuse fields that an agent cannot get as its input.
 
     Raises:
-        AgentError: it is not a JSON value.
+        AgentError: one is not a JSON value.
     """
-    if not _is_json(value):
-        column = next(key for key, content in fields.items() if not _is_json({key: content}))
-        raise AgentError(
-            f"{where}: {column!r} is {fields[column]!r:.100}, which JSON has no value for. Make it text or finite numbers, with texts as "
-            "keys, or leave it out."
-        )
-    return value
+    for name, value in fields.items():
+        if not _is_json({name: value}):
+            raise AgentError(
+                f"{where}: {name!r} is {value!r:.100}, which JSON has no value for. Make it text or finite numbers, with texts as keys, or "
+                "leave it out."
+            )
 
 
 def _is_json(value: object) -> bool:

@@ -68,6 +68,9 @@ def test_read_tasks_rows_without_task_fields_are_inputs(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("t.jsonl", '{"task_id": 1, "input": 2}\n{"task_id": \n', ", line 2 is no JSON (Expecting value, column 13): each line is"),
+        ("t.jsonl", "[" * 200_000, ", line 1 is no JSON (maximum recursion depth exceeded"),
+        ("t.jsonl", "9" * 5000, ", line 1 is no JSON (Exceeds the limit (4300 digits)"),
+        ("t.jsonl", '{"seen": NaN, "task_id": 1, "input": Infinity}\n', ", line 1: 'input' is inf, which JSON has no value for."),
         ("t.jsonl", "\n[1]\n", ", line 2 is list, not an object: each line is"),
         ("t.jsonl", '{"task_id": "a"}\n', ", line 1 has 'task_id' and no 'input': give both; or neither, and the whole row is the input."),
         ("t.jsonl", '{"input": 1, "x": 2}\n', ", line 1 has 'input' and no 'task_id': give both"),
