@@ -37,7 +37,7 @@ class RolloutService:
         Args:
             url: URL of the queue, such as http://127.0.0.1:8190.
             token: value of queue.token. None: the queue asks for none.
-            retry_seconds: time for which a service that is away is asked again, in seconds.
+            retry_seconds: time for which a service that is away is asked again, in seconds; each new trajectory shows that it is not.
         """
         self._url = url.rstrip("/") + "/v1/process"
         self._headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
@@ -79,6 +79,7 @@ class RolloutService:
                             break
                         if message["rollout_id"] not in yielded:
                             yielded.add(message["rollout_id"])
+                            pause, away_since = _PAUSES[0], None
                             yield message
                     else:
                         raise ConnectionError("the response broke off")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ from runner.queue.wire import RolloutSelector
 from spangrad.processes import free_ports
 from spangrad.settings import Settings, StoreSettings
 from tests.support.runners import queue_settings, serving, until
+from tests.support.servers import raw_server
 
 CLIENTS = Path(__file__).resolve().parents[2] / "clients"
 TASKS = [{"task_id": "lima", "input": 1, "rollouts": 2}, {"task_id": "rome", "input": 2}]
@@ -63,6 +65,15 @@ async def test_rollout_service_yields_each_trajectory_once_over_a_restart(
         assert (await queue.run("run")).states == {"cancelled": 3}
     assert sorted(each["rollout_id"] for each in trajectories) == ["run/first/0/0", "run/first/0/1", "run/first/1/0"]
     assert {each["mode"] for each in trajectories} == {"validate"}
+
+
+def test_rollout_service_that_answers_between_cuts_is_not_away(client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PAUSES", (0.3, 0.3))
+    lines = [json.dumps({"rollout_id": f"r{number}"}).encode() + b"\n" for number in range(6)]
+    cut = b"HTTP/1.1 200 OK\r\n\r\n"
+    with raw_server([*(cut + line for line in lines), cut + b'{"pending": []}\n']) as url:
+        trajectories = client.RolloutService(url, retry_seconds=1.0).process("run", "first", TASKS)
+        assert [each["rollout_id"] for each in trajectories] == [f"r{number}" for number in range(6)]
 
 
 async def has_runs(queue: Any) -> bool:
