@@ -23,6 +23,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 _WAIT_SECONDS = 600.0
 """Longest wait of one request, in seconds: the server's limit."""
+_SPARE_SECONDS = 60.0
+"""Time of a response beyond its wait, in seconds."""
 _RETRY_SECONDS = 2.0
 _MAY_PASS = frozenset({408, 429, 502, 503, 504})
 _ROW_FIELDS = ("extra_info", "reward_model")
@@ -71,20 +73,21 @@ class ServedAgentLoop(AgentLoopBase):
         end, reason = clock() + self._seconds, "it has not ended"
         token = os.environ.get("SPANGRAD_QUEUE__TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
+        async with aiohttp.ClientSession(headers=headers) as session:
             while (left := end - clock()) > 0:
-                body = {**request, "wait_seconds": min(_WAIT_SECONDS, left)}
+                wait = min(_WAIT_SECONDS, left)
+                body, timeout = {**request, "wait_seconds": wait}, aiohttp.ClientTimeout(total=wait + _SPARE_SECONDS)
                 try:
-                    async with session.post(self._url, json=body) as response:
-                        answer = await response.json(content_type=None)
-                        if response.status == 200 and answer["trajectories"]:
-                            return answer["trajectories"][0]
+                    async with session.post(self._url, json=body, timeout=timeout) as response:
                         if response.status == 200:
+                            trajectories = (await response.json(content_type=None))["trajectories"]
+                            if trajectories:
+                                return trajectories[0]
                             continue
-                        reason = f"HTTP {response.status}: {answer}"
+                        reason = f"HTTP {response.status}: {(await response.text(errors='replace'))[:500]}"
                         if response.status not in _MAY_PASS:
                             raise RuntimeError(f"{self._url} refuses the request ({reason})")
-                except (aiohttp.ClientError, ValueError) as error:
+                except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                     reason = str(error) or type(error).__name__
                 await asyncio.sleep(_RETRY_SECONDS)
         raise RuntimeError(f"{self._url} gave no trajectory of {request['key']} in {self._seconds:g} s ({reason})")

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from tests.support.processes import OF_VERL
 from tests.support.runners import queue_settings, serving
+from tests.support.servers import raw_server
 from transition_builder.loop import build_once
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +119,28 @@ def test_outputs_without_turns_or_reward_raise(client: ModuleType, turns: list[d
     loop = object.__new__(client.ServedAgentLoop)
     with pytest.raises(RuntimeError, match=r"rollout r has nothing to train on \(aborted\): it broke"):
         loop._outputs(trajectory(*turns, reward=reward))
+
+
+async def test_trajectory_of_a_service_that_never_answers_is_given_up(client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_SPARE_SECONDS", 0.1, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        loop = served_loop(client, f"http://127.0.0.1:{silent.getsockname()[1]}", seconds=0.3)
+        with pytest.raises(RuntimeError, match=r"gave no trajectory of k in 0\.3 s"):
+            await asyncio.wait_for(loop._trajectory({"key": "k"}), 20)
+
+
+async def test_trajectory_refused_by_a_proxy_in_plain_text_raises_at_once(client: ModuleType) -> None:
+    with raw_server([b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\nnone"]) as url:
+        loop = served_loop(client, url, seconds=600.0)
+        with pytest.raises(RuntimeError, match=r"refuses the request \(HTTP 404: none\)"):
+            await asyncio.wait_for(loop._trajectory({"key": "k"}), 20)
+
+
+def served_loop(client: ModuleType, url: str, seconds: float) -> Any:
+    """Return an agent loop without verl's configuration."""
+    loop = object.__new__(client.ServedAgentLoop)
+    loop._url, loop._seconds = url, seconds
+    return loop
 
 
 @pytest.mark.vllm
