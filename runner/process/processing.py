@@ -191,15 +191,18 @@ class Processing:
             ends, builds = self._service.next_end(run_id), self._news.next()
             ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
             built = await asyncio.to_thread(self._read, run_id, [rollout.rollout_id for rollout in ended]) if ended else {}
+            unbuilt = 0
             for rollout in ended:
                 if trajectory := built.get(rollout.rollout_id):
                     self._unbuilt.forget(rollout.rollout_id)
                 if trajectory or self._is_unbuildable(rollout):
                     del pending[rollout.rollout_id]
                     yield _trajectory(rollout, trajectory, self.spec)
+                else:
+                    unbuilt += 1
             if not pending or time.monotonic() >= end or self._service.stopping or is_over():
                 return
-            await _wait_for_any([builds, ends] if len(ended) < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))
+            await _wait_for_any([builds, ends] if unbuilt < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))
             await asyncio.sleep(_GATHER_SECONDS)
 
     def _is_unbuildable(self, rollout: QueuedRollout) -> bool:

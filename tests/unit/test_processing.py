@@ -1,0 +1,42 @@
+"""Waits for trajectories, without a store: what ends them, and what a store that does not answer holds up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from runner.process import processing
+from runner.process.processing import BuildNews, Processing
+from runner.process.trajectories import BuiltTrajectory
+from runner.queue.wire import RolloutSelector
+from spangrad.settings import Settings
+from tests.support.runners import new_rollouts, queue_settings, serving
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return queue_settings(f"sqlite:///{tmp_path}/q.db", runner__gateway=False)
+
+
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, BuiltTrajectory]:
+    """Return the builds of a store of which no arrivals are heard."""
+    builds: dict[str, BuiltTrajectory] = {}
+    monkeypatch.setattr(processing, "_LOOK_SECONDS", 30.0)
+    monkeypatch.setattr(BuildNews, "next", lambda news: news._arrived)
+    monkeypatch.setattr(Processing, "_read", lambda *_: builds)
+    return builds
+
+
+async def test_trajectories_last_rollout_that_never_began_is_yielded_at_its_end(settings: Settings) -> None:
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", new_rollouts(3))
+        trajectories = Processing(service, settings).trajectories("run", ["r0", "r1", "r2"], 60.0, lambda: False)
+        await client.cancel(RolloutSelector(rollout_ids=["r0", "r1"]))
+        assert [(await anext(trajectories)).rollout_id for _ in range(2)] == ["r0", "r1"]
+        last = asyncio.ensure_future(anext(trajectories))
+        await asyncio.sleep(0.2)
+        await client.cancel(RolloutSelector(run_id="run"))
+        assert (await asyncio.wait_for(last, 10)).rollout_id == "r2"
