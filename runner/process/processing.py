@@ -82,9 +82,10 @@ class BuildNews:
                 arrivals = None
                 time.sleep(_RETRY_SECONDS)
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._notify)
+                self._loop.call_soon_threadsafe(self.notify)
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Wake all tasks that wait now."""
         self._arrived.set()
         self._arrived = asyncio.Event()
 
@@ -129,6 +130,10 @@ class Processing:
         """Go on with the callbacks and the demands of earlier requests."""
         await self._callbacks.resume()
         self.demands.start()
+
+    def stop_waiting(self) -> None:
+        """End the waits for builds, once the service is stopping."""
+        self._news.notify()
 
     async def close(self) -> None:
         """End callbacks, demands and connections; what is not done goes on when the server is started again."""

@@ -92,6 +92,7 @@ async def running(settings: Settings) -> AsyncGenerator[Service]:
         for task in tasks:
             task.cancel()
         service.stop_waiting()
+        processing.stop_waiting()
         await server.stop()
         await processing.close()
         await service.close()

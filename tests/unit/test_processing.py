@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from runner.process import processing
@@ -12,7 +14,7 @@ from runner.process.processing import BuildNews, Processing
 from runner.process.trajectories import BuiltTrajectory
 from runner.queue.wire import RolloutSelector
 from spangrad.settings import Settings
-from tests.support.runners import new_rollouts, queue_settings, serving
+from tests.support.runners import done, new_rollouts, queue_settings, serving
 
 
 @pytest.fixture
@@ -40,3 +42,15 @@ async def test_trajectories_last_rollout_that_never_began_is_yielded_at_its_end(
         await asyncio.sleep(0.2)
         await client.cancel(RolloutSelector(run_id="run"))
         assert (await asyncio.wait_for(last, 10)).rollout_id == "r2"
+
+
+async def test_process_request_that_waits_for_builds_is_answered_when_the_server_stops(settings: Settings) -> None:
+    request: dict[str, Any] = {"run_id": "run", "key": "k", "tasks": [{"task_id": "t", "input": 1}], "wait_seconds": 60}
+    async with aiohttp.ClientSession(settings.queue.url) as session:
+        async with serving(settings) as (client, _):
+            waiting = asyncio.create_task(session.post("/v1/process", json=request))
+            leases = await client.lease("run", "worker", wait_seconds=10)
+            await client.complete([done(lease) for lease in leases])
+            await asyncio.sleep(0.2)
+        async with await asyncio.wait_for(waiting, 10) as answer:
+            assert (answer.status, await answer.json()) == (200, {"trajectories": [], "pending": ["run/k/0/0"]})
