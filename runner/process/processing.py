@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,8 @@ _FORGET_SECONDS = 3600.0
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 """Longest time between two looks at rollouts that are waited for, in seconds: for a build whose arrival was not noticed."""
+_READS_AT_ONCE = 8
+"""Number of reads of the store that run at the same time."""
 _GATHER_SECONDS = 0.02
 """Time for which a look that waited for an event waits for others, in seconds: they come in bursts."""
 
@@ -123,6 +126,8 @@ class Processing:
         """Rollouts of stored tasks, which the server enqueues by itself."""
         self._unbuilt = ObservedEnds()
         """Rollouts that ended without a build."""
+        self._threads = ThreadPoolExecutor(_READS_AT_ONCE, "trajectories")
+        """Threads that read the store: while it does not answer, they wait for it, and those that read the queue's database do not."""
         self._clients: list[Client] = []
         """Clients of the store that no request uses at the moment."""
 
@@ -140,6 +145,7 @@ class Processing:
         await self.demands.close()
         await self._callbacks.close()
         self._news.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._clients:
             client.close()
 
@@ -195,7 +201,8 @@ class Processing:
         while True:
             ends, builds = self._service.next_end(run_id), self._news.next()
             ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
-            built = await asyncio.to_thread(self._read, run_id, [rollout.rollout_id for rollout in ended]) if ended else {}
+            names = [rollout.rollout_id for rollout in ended]
+            built = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, run_id, names) if ended else {}
             unbuilt = 0
             for rollout in ended:
                 if trajectory := built.get(rollout.rollout_id):

@@ -1,8 +1,10 @@
-"""Waits for trajectories, without a store: what ends them, and what a store that does not answer holds up."""
+"""Waits for trajectories, without a store: their ends, the size of reads, and a store that does not answer."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +56,24 @@ async def test_process_request_that_waits_for_builds_is_answered_when_the_server
             await asyncio.sleep(0.2)
         async with await asyncio.wait_for(waiting, 10) as answer:
             assert (answer.status, await answer.json()) == (200, {"trajectories": [], "pending": ["run/k/0/0"]})
+
+
+async def test_queue_is_read_while_the_store_does_not_answer(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def read(_: Processing, _run: str, _rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
+        answered.wait(60)
+        return {}
+
+    monkeypatch.setattr(Processing, "_read", read)
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", new_rollouts(1))
+        await client.cancel(RolloutSelector(run_id="run"))
+        reading = Processing(service, settings)
+        waiting = [asyncio.ensure_future(anext(reading.trajectories("run", ["r0"], 60.0, lambda: False))) for _ in range(40)]
+        try:
+            await asyncio.sleep(0.5)
+            assert [run.run_id for run in await asyncio.wait_for(client.runs(), 10)] == ["run"]
+        finally:
+            answered.set()
+            await asyncio.gather(*waiting)
