@@ -205,7 +205,10 @@ class Processing:
             built = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, run_id, names) if ended else {}
             unbuilt = 0
             for rollout in ended:
-                if trajectory := built.get(rollout.rollout_id):
+                trajectory = built.get(rollout.rollout_id)
+                if trajectory and rollout.attempts and trajectory.attempt < rollout.attempts[-1].attempt:
+                    trajectory = None  # the attempt had seemed to be the last: the rollout was dead, or its lease lost
+                if trajectory:
                     self._unbuilt.forget(rollout.rollout_id)
                 if trajectory or self._is_unbuildable(rollout):
                     del pending[rollout.rollout_id]

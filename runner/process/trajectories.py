@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _KEY = "RunId = {run:String} AND BuildSpec = {spec:String} AND RolloutId IN {ids:Array(String)}"
-_FACTS = ("BuildId", "Seconds", "`StageSeconds.Name`", "`StageSeconds.Value`")
+_FACTS = ("BuildId", "Attempt", "Seconds", "`StageSeconds.Name`", "`StageSeconds.Value`")
 _BUILT = f"""
-SELECT RolloutId, BuildId, Seconds, mapFromArrays(`StageSeconds.Name`, `StageSeconds.Value`) FROM {builds_sql(where=_KEY, facts=_FACTS)}
+SELECT RolloutId, BuildId, Attempt, Seconds, mapFromArrays(`StageSeconds.Name`, `StageSeconds.Value`)
+FROM {builds_sql(where=_KEY, facts=_FACTS)}
 """
 _TURNS = f"""
 SELECT RolloutId, CallId, Turn, AgentName, Policy, PromptIds, ResponseIds, Logprobs, `Versions.Start`, `Versions.Version`, Temperature,
@@ -41,6 +42,8 @@ ORDER BY RolloutId, Name, Role, CallId, Source
 class BuiltTrajectory:
     """Newest build of a rollout."""
 
+    attempt: int
+    """Number of the attempt that counts."""
     seconds: float | None
     stage_seconds: Mapping[str, float]
     turns: list[TrajectoryTurn] = field(default_factory=list[TrajectoryTurn])
@@ -68,7 +71,10 @@ def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts
             return client.query(sql, parameters=parameters).result_rows
 
     of_builds = rows(_BUILT)
-    built = {rollout: BuiltTrajectory(seconds if math.isfinite(seconds) else None, stages) for rollout, _, seconds, stages in of_builds}
+    built = {
+        rollout: BuiltTrajectory(attempt, seconds if math.isfinite(seconds) else None, stages)
+        for rollout, _, attempt, seconds, stages in of_builds
+    }
     if not built:
         return built
     parameters |= {"ids": list(built), "builds": [build for _, build, *_ in of_builds]}

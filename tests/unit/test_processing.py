@@ -16,7 +16,7 @@ from runner.process.processing import BuildNews, Processing
 from runner.process.trajectories import BuiltTrajectory
 from runner.queue.wire import RolloutSelector
 from spangrad.settings import Settings
-from tests.support.runners import done, new_rollouts, queue_settings, serving
+from tests.support.runners import done, failed, new_rollouts, queue_settings, serving
 
 
 @pytest.fixture
@@ -77,3 +77,19 @@ async def test_queue_is_read_while_the_store_does_not_answer(settings: Settings,
         finally:
             answered.set()
             await asyncio.gather(*waiting)
+
+
+async def test_trajectories_build_of_attempts_before_a_retry_is_not_the_rollouts(
+    settings: Settings, built: dict[str, BuiltTrajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", new_rollouts(1, max_attempts=1))
+        await client.fail([failed(lease) for lease in await client.lease("run", "worker")])
+        await client.retry(RolloutSelector(run_id="run"))
+        await client.complete([done(lease) for lease in await client.lease("run", "worker")])
+        reading = Processing(service, settings)
+        built["r0"] = BuiltTrajectory(0, 1.0, {})
+        assert [each async for each in reading.trajectories("run", ["r0"], 0.0, lambda: False)] == []
+        built["r0"] = BuiltTrajectory(1, 2.0, {})
+        (trajectory,) = [each async for each in reading.trajectories("run", ["r0"], 0.0, lambda: False)]
+        assert (trajectory.state, trajectory.attempts, trajectory.seconds) == ("succeeded", 2, 2.0)
