@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -98,14 +99,14 @@ class ObservedEnds:
 
     def __init__(self) -> None:
         """Know no rollout."""
-        self._times: dict[str, float] = {}
+        self._times = OrderedDict[str, float]()  # a dict finds its first entry slowly once many before it were deleted
         """Monotonic time by rollout, oldest first."""
 
     def seconds_since(self, rollout_id: str, now: float) -> float:
         """Return the seconds since a rollout was first seen, which may be now, and forget those of more than an hour ago."""
         seconds = now - self._times.setdefault(rollout_id, now)
-        while self._times and now - self._times[oldest := next(iter(self._times))] > _FORGET_SECONDS:
-            del self._times[oldest]
+        while self._times and now - next(iter(self._times.values())) > _FORGET_SECONDS:
+            self._times.popitem(last=False)
         return seconds
 
     def forget(self, rollout_id: str) -> None:
