@@ -312,14 +312,14 @@ def require_free_port(host: str, port: int, setting: str) -> None:
     """
     if not 0 <= port <= 65535:
         raise SpangradError(f"{setting} = {port} is no port. Set it to a number from 1 to 65535.")
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise SpangradError(
-                f"cannot listen on {host}:{port} ({error.strerror}). Stop what uses it, or set {setting} to another port."
-            ) from None
+    except OSError as error:
+        raise SpangradError(
+            f"cannot listen on {host}:{port} ({error.strerror}). Stop what uses it, or set {setting} to another port."
+        ) from None
 
 
 def require_safe_bind(host: str, token: object | None, section: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -86,6 +87,15 @@ def test_require_free_port_in_use_raises_with_setting() -> None:
         with pytest.raises(SpangradError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*set store\.otlp_http_port"):
             require_free_port("127.0.0.1", port, "store.otlp_http_port")
     require_free_port("127.0.0.1", port, "store.otlp_http_port")
+
+
+def test_require_free_port_without_the_address_family_raises_with_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    with pytest.raises(SpangradError, match=r"cannot listen on ::1:8190 \(Address family not supported by protocol\)\. .*set queue\.port"):
+        require_free_port("::1", 8190, "queue.port")
 
 
 def test_free_ports_are_distinct_and_below_outgoing_range() -> None:
