@@ -138,11 +138,15 @@ class DemandSource:
     async def _cancel_stragglers(self, limit: int) -> int:
         """Cancel at most `limit` groups that have not ended, queued before running, newest first; return how many."""
         stragglers = (await self._open_groups())[-limit:]
-        for group in stragglers:
+        return await self._cancel(stragglers, "that still ran when the trainer's demand was met")
+
+    async def _cancel(self, groups: Collection[str], reason: str) -> int:
+        """Cancel groups, for a reason that continues the sentence of the log; return how many."""
+        for group in groups:
             await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
-        if stragglers:
-            _logger.info("cancelled %d groups that still ran when the trainer's demand was met", len(stragglers))
-        return len(stragglers)
+        if groups:
+            _logger.info("cancelled %d groups %s", len(groups), reason)
+        return len(groups)
 
     async def _open_groups(self) -> list[str]:
         """Return the groups that have not ended, those with running rollouts first."""
@@ -179,11 +183,7 @@ class DemandSource:
             if all(policy in versions and versions[policy] < oldest[policy] for policy in oldest):
                 stale_groups.add(rollout.group_id)
         self._begun = begun
-        for group in stale_groups:
-            await self._queue.cancel(RolloutSelector(run_id=self._settings.runner.run_id, group_id=group))
-        if stale_groups:
-            _logger.info("cancelled %d groups that began before the oldest version that can be trained: %s", len(stale_groups), oldest)
-        return len(stale_groups)
+        return await self._cancel(stale_groups, f"that began before the oldest version that can be trained: {oldest}")
 
     async def _cancel_untrainable(self) -> int:
         """Cancel what still runs or waits of groups in which too many rollouts have died since the last look; return of how many groups."""
