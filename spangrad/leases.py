@@ -44,9 +44,6 @@ class LeaseClock(Generic[Name]):
     def __contains__(self, lease: object) -> bool:
         return lease in self._seen
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def observe(self, lease: Name, beat: int, seconds: float) -> bool:
         """Observe a lease; its duration begins when a renewal is seen first.
 

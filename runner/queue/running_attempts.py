@@ -104,13 +104,12 @@ class RunningAttempts:
         """Return the endings of attempts whose time is over, whose lease has expired or, where asked, whose worker's process is dead."""
         endings: dict[Key, Ending] = {}
         for key in self._time_limits.expired():
-            if running := self._running.get(key):
-                detail = f"it ran for more than {running.timeout_seconds:g} s, and its worker did not end it"
-                endings[key] = Ending(*key, AttemptFailure.LOST, detail)
+            detail = f"it ran for more than {self._running[key].timeout_seconds:g} s, and its worker did not end it"
+            endings[key] = Ending(*key, AttemptFailure.LOST, detail)
         for key in self._leases.expired():
-            if running := self._running.get(key):
-                detail = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
-                endings[key] = Ending(*key, AttemptFailure.LOST, detail)
+            running = self._running[key]
+            detail = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
+            endings[key] = Ending(*key, AttemptFailure.LOST, detail)
         if check_workers:
             dead = {worker for worker in {one.worker for one in self._running.values()} if is_dead(worker)}
             for key, running in self._running.items():

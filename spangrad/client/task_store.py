@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from spangrad.client.queue_http import RETRY_SECONDS, QueueHttp
+from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import QueueError
 from spangrad.types import Task
 
@@ -55,7 +55,7 @@ class TaskStore:
         queue = settings.queue
         if queue.url is None:
             raise QueueError(f"{STORED}NAME is asked of the queue: set queue.url.")
-        return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id, retry_seconds=RETRY_SECONDS))
+        return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id))
 
     def upload(self, name: str, tasks: Sequence[Task]) -> StoredTasks:
         """Store tasks under a name, in place of its former ones.
