@@ -85,7 +85,7 @@ class RolloutService:
                         raise ConnectionError("the response broke off")
                 continue
             except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}"
+                reason = f"HTTP {error.code}: {_text(error)[:500]}"
                 if error.code not in _MAY_PASS:
                     raise RolloutServiceError(f"{self._url} refuses the request ({reason})") from None
             except (OSError, ValueError, http.client.HTTPException) as error:
@@ -96,3 +96,11 @@ class RolloutService:
                 raise RolloutServiceError(f"{self._url} does not answer ({reason}). The rollouts go on: send the request again.")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
+
+
+def _text(error: urllib.error.HTTPError) -> str:
+    """Return the text of a refusal; empty where it breaks off."""
+    try:
+        return error.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException):
+        return ""

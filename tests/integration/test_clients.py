@@ -76,6 +76,13 @@ def test_rollout_service_that_answers_between_cuts_is_not_away(client: ModuleTyp
         assert [each["rollout_id"] for each in trajectories] == [f"r{number}" for number in range(6)]
 
 
+def test_rollout_service_retries_a_refusal_whose_body_breaks_off(client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_PAUSES", (0.01, 0.01))
+    busy = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 99\r\n\r\nhalf"
+    with raw_server([busy, b'HTTP/1.1 200 OK\r\n\r\n{"rollout_id": "r"}\n{"pending": []}\n']) as url:
+        assert list(client.RolloutService(url).process("run", "first", TASKS)) == [{"rollout_id": "r"}]
+
+
 async def has_runs(queue: Any) -> bool:
     return bool(await queue.runs())
 
