@@ -29,7 +29,7 @@ from runner.queue.rows import chunks
 from runner.queue.service import Service
 from runner.queue.tables import CALLBACKS
 from spangrad.errors import SpangradError
-from spangrad.http.service import in_url
+from spangrad.http.service import in_url, without_userinfo
 from spangrad.settings import QueueSettings
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,11 @@ def require_allowed(url: str, hosts: Collection[str]) -> None:
     except ValueError:
         host, port = "", 0
     if not host:
-        raise CallbackRefusedError(f"callback {url!r} is no URL of a host. Give http://HOST:PORT/PATH.")
+        raise CallbackRefusedError(f"callback {without_userinfo(url)!r} is no URL of a host. Give http://HOST:PORT/PATH.")
     named = in_url(host)
     if named not in hosts and f"{named}:{port}" not in hosts:
-        raise CallbackRefusedError(f"callback {url!r} is refused: queue.callback_hosts of the server does not list {named}:{port}.")
+        shown = without_userinfo(url)
+        raise CallbackRefusedError(f"callback {shown!r} is refused: queue.callback_hosts of the server does not list {named}:{port}.")
 
 
 class Callbacks:
@@ -179,7 +180,7 @@ class Callbacks:
                 else:
                     await asyncio.sleep(seconds)
             except Exception as error:  # the store or the database is away, or the system lacks threads: no other task delivers them
-                logger.warning("callbacks to %s wait: %s", url, error, exc_info=not isinstance(error, SpangradError))
+                logger.warning("callbacks to %s wait: %s", without_userinfo(url), error, exc_info=not isinstance(error, SpangradError))
                 await asyncio.sleep(_PAUSES[0])
 
     async def _post_ready(self, run_id: str, rollouts: Sequence[str], url: str, seconds: float, refusals: dict[str, _Refusal]) -> None:
@@ -206,7 +207,7 @@ class Callbacks:
                         refused.append(name)
                         await asyncio.sleep(_PAUSES[0])
                         continue
-                    logger.warning("callback %s of rollout %s is given up: %s", url, name, reason)
+                    logger.warning("callback %s of rollout %s is given up: %s", without_userinfo(url), name, reason)
                 refusals.pop(name, None)
                 await self._end(name, reason)
 

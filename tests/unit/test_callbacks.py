@@ -39,7 +39,7 @@ def test_check_callback_of_an_allowed_host_passes(url: str, allowed: list[str]) 
     [
         ("http://trainer:9001/x", ["trainer:9000"], "does not list trainer:9001"),
         ("http://trainer/x", [], "does not list trainer:80"),
-        ("http://trainer@evil/x", ["trainer"], "does not list evil:80"),
+        ("http://trainer@evil/x", ["trainer"], "^callback 'http://evil/x' is refused: .* does not list evil:80"),
         ("http://trainer.evil/x", ["trainer"], "does not list trainer.evil:80"),
         ("http://:80/x", ["trainer"], "is no URL of a host"),
         ("http://trainer:99999/x", ["trainer"], "is no URL of a host"),
@@ -86,7 +86,9 @@ async def test_add_callbacks_again_after_a_lost_commit_delivers_them_once(tmp_pa
     await service.close()
 
 
-async def test_callbacks_after_a_look_that_got_no_thread_are_delivered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_callbacks_after_a_look_that_got_no_thread_are_delivered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     tries, is_repeated = 0, asyncio.Event()
 
     async def trajectories(*_: object) -> AsyncGenerator[Trajectory]:
@@ -101,7 +103,8 @@ async def test_callbacks_after_a_look_that_got_no_thread_are_delivered(tmp_path:
     monkeypatch.setattr("runner.process.callbacks._PAUSES", (0.01, 60.0))
     service = Service(QueueDatabase(f"sqlite:///{tmp_path}/queue.db"), Defaults(lambda _: 300, max_attempts=2, lease_seconds=30))
     callbacks = Callbacks(service, QueueSettings(), trajectories)
-    await callbacks.add("run", ["r0"], "http://trainer/x")
+    await callbacks.add("run", ["r0"], "http://me:s3cret@trainer/x")
     await asyncio.wait_for(is_repeated.wait(), 10)
     await callbacks.close()
     await service.close()
+    assert [record.getMessage() for record in caplog.records] == ["callbacks to http://trainer/x wait: can't start new thread"]
