@@ -210,8 +210,8 @@ class DemandSource:
         if self._ended is None:
             counts = await self._queue.run(run)
             return await self._open_groups() if RolloutState.DEAD in counts.states else [], counts.cursor
-        hit, cursor = set[str](), self._ended
+        groups, cursor = set[str](), self._ended
         while (page := await self._queue.ended(run, after=cursor, limit=_PAGE)).rollouts:
             cursor = page.cursor
-            hit |= {rollout.group_id for rollout in page.rollouts if rollout.state is RolloutState.DEAD and rollout.mode in _COUNTED}
-        return hit, cursor
+            groups |= {rollout.group_id for rollout in page.rollouts if rollout.state is RolloutState.DEAD and rollout.mode in _COUNTED}
+        return groups, cursor

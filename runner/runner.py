@@ -45,11 +45,11 @@ _logger = logging.getLogger(__name__)
 
 _STORE_RETRY_SECONDS = 30.0
 _LONG_POLL_SECONDS = 10.0
-_NEWS_MOST = 1000
+_PAGE = 1000
 _DEMAND_SECONDS = 0.5
 """Longest pause between two looks for groups that are stale or no longer needed, in seconds; a rising demand ends it."""
-_WORDS = 1000
-"""Rollouts in one cancellation request."""
+_CANCELLED_AT_ONCE = 1000
+"""Number of rollouts in one cancellation request."""
 _STOPPED = StopReason(AttemptFailure.CANCELLED, "the runner was stopped", final=True, reported=True)
 
 
@@ -212,7 +212,7 @@ class Runner:
         """Return the ids of the run's rollouts in the queue, in order of arrival."""
         ids: list[str] = []
         after = 0
-        while (page := await self.queue.rollouts(run_id=self._settings.runner.run_id, after=after, limit=_NEWS_MOST)).rollouts:
+        while (page := await self.queue.rollouts(run_id=self._settings.runner.run_id, after=after, limit=_PAGE)).rollouts:
             ids += [rollout.rollout_id for rollout in page.rollouts]
             after = page.cursor
         return ids
@@ -226,7 +226,7 @@ class Runner:
         outcomes: dict[str, Outcome] = {}
         while left:
             ended_page = asyncio.create_task(
-                self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST, wait_seconds=_LONG_POLL_SECONDS)
+                self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_PAGE, wait_seconds=_LONG_POLL_SECONDS)
             )
             try:
                 await asyncio.wait([ended_page, self._worker.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -250,12 +250,12 @@ class Runner:
 
     async def _abandon(self, ids: Sequence[str], cursor: int) -> None:
         """Cancel the rollouts that have not ended, and wait until each attempt that began has its root span."""
-        for start in range(0, len(ids), _WORDS):
-            await self.queue.cancel(RolloutSelector(rollout_ids=list(ids[start : start + _WORDS])))
+        for start in range(0, len(ids), _CANCELLED_AT_ONCE):
+            await self.queue.cancel(RolloutSelector(rollout_ids=list(ids[start : start + _CANCELLED_AT_ONCE])))
         self._worker.stop(set(ids), _STOPPED)
         left = set(ids)
         while left:
-            page = await self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_NEWS_MOST)
+            page = await self.queue.ended(self._settings.runner.run_id, after=cursor, limit=_PAGE)
             cursor = page.cursor
             if not page.rollouts:
                 break  # the missing rollouts were not enqueued

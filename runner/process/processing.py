@@ -49,7 +49,7 @@ _GATHER_SECONDS = 0.02
 """Time for which a look that waited for an event waits for others, in seconds: they come in bursts."""
 
 
-class BuildNews:
+class BuildNotifier:
     """Wakes tasks when builds arrive in the store, by one thread for all of them."""
 
     def __init__(self, settings: Settings) -> None:
@@ -58,7 +58,7 @@ class BuildNews:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._thread: threading.Thread | None = None
-        self._wanted = threading.Event()
+        self._requested = threading.Event()
         self._closed = False
 
     def next(self) -> asyncio.Event:
@@ -66,19 +66,19 @@ class BuildNews:
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="builds in the store", daemon=True)
             self._thread.start()
-        self._wanted.set()
+        self._requested.set()
         return self._arrived
 
     def close(self) -> None:
         """End the thread."""
         self._closed = True
-        self._wanted.set()
+        self._requested.set()
 
     def _watch(self) -> None:
         arrivals: Arrivals | None = None
         while not self._closed:
-            self._wanted.wait()
-            self._wanted.clear()
+            self._requested.wait()
+            self._requested.clear()
             try:
                 arrivals = arrivals or Arrivals(connect(self._settings.store), self._settings.store, [Topic.BUILDS])
                 arrivals.wait(_LOOK_SECONDS)
@@ -121,7 +121,7 @@ class Processing:
         """Store the arguments; the first request connects to the store."""
         self._service = service
         self._settings = settings
-        self._news = BuildNews(settings)
+        self._builds = BuildNotifier(settings)
         self._callbacks = Callbacks(service, settings.queue, self.trajectories)
         self.demands = TaskDemands(service)
         """Rollouts of stored tasks, which the server enqueues by itself."""
@@ -139,13 +139,13 @@ class Processing:
 
     def stop_waiting(self) -> None:
         """End the waits for builds, once the service is stopping."""
-        self._news.notify()
+        self._builds.notify()
 
     async def close(self) -> None:
         """End callbacks, demands and connections; what is not done goes on when the server is started again."""
         await self.demands.close()
         await self._callbacks.close()
-        self._news.close()
+        self._builds.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for client in self._clients:
             client.close()
@@ -200,7 +200,7 @@ class Processing:
         end = time.monotonic() + seconds
         pending = dict.fromkeys(rollouts)
         while True:
-            ends, builds = self._service.next_end(run_id), self._news.next()
+            ends, builds = self._service.next_end(run_id), self._builds.next()
             ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
             names = [rollout.rollout_id for rollout in ended]
             built = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, run_id, names) if ended else {}

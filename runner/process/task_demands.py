@@ -68,20 +68,20 @@ class TaskDemands:
             raise ValueError(f"tasks {name} of run {run_id} are none. Upload some.")
         groups = stored.tasks if demand.groups is None else demand.groups
         require_short([_rollout_id(run_id, name, stored.digest, groups - 1, demand.rollouts - 1)])
-        manner = msgspec.json.encode(msgspec.structs.replace(demand, groups=None)).decode()
+        options = msgspec.json.encode(msgspec.structs.replace(demand, groups=None)).decode()
         key = {"run_id": run_id, "name": name, "digest": stored.digest}
         of = sa.and_(*[TASK_DEMANDS.c[column] == value for column, value in key.items()])
 
         def write(transaction: sa.Connection) -> str:
-            row: dict[str, object] = {**key, "tasks": stored.tasks, "demand": manner, "groups": groups, "enqueued": 0}
+            row: dict[str, object] = {**key, "tasks": stored.tasks, "demand": options, "groups": groups, "enqueued": 0}
             self._service.database.insert_new(transaction, TASK_DEMANDS, [row])
             kept = transaction.execute(sa.select(TASK_DEMANDS.c.demand).where(of)).scalar_one()
-            if kept == manner:
+            if kept == options:
                 transaction.execute(TASK_DEMANDS.update().where(of, TASK_DEMANDS.c.groups < groups).values(groups=groups))
             return kept
 
         kept = await self._service.writer.do(write)
-        if kept != manner:
+        if kept != options:
             raise ValueError(f"tasks {name} of run {run_id} are demanded as {kept}: only `groups` may change. Give other tasks a name.")
         self._changed.set()
         return await self.state(run_id, name)
@@ -143,8 +143,8 @@ class TaskDemands:
         demand = msgspec.json.decode(row.demand, type=TaskDemand)
         groups = range(row.enqueued, min(row.groups, row.enqueued + max(1, ROLLOUTS_MOST // demand.rollouts)))
         places = {group % row.tasks for group in groups}
-        ask = sa.select(TASKS).where(TASKS.c.digest == row.digest, TASKS.c.place.in_(places))
-        tasks = {task.place: task_of(task) for task in await self._service.read(lambda connection: connection.execute(ask).all())}
+        query = sa.select(TASKS).where(TASKS.c.digest == row.digest, TASKS.c.place.in_(places))
+        tasks = {task.place: task_of(task) for task in await self._service.read(lambda connection: connection.execute(query).all())}
         new = [rollout for group in groups for rollout in _rollouts(row, demand, group, tasks[group % row.tasks])]
         await self._service.enqueue(Enqueue(run_id=row.run_id, rollouts=new))
         of = (TASK_DEMANDS.c.run_id == row.run_id, TASK_DEMANDS.c.name == row.name, TASK_DEMANDS.c.digest == row.digest)

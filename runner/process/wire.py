@@ -31,8 +31,8 @@ class ProcessedTask(TaskRow, frozen=True, kw_only=True):
     """Container image of the agent, which runner.container.images of the workers must allow. Empty: the handler's own."""
 
 
-class RolloutManner(Struct, frozen=True, kw_only=True):
-    """Parts that all rollouts of a request or a demand have in common."""
+class RolloutOptions(Struct, frozen=True, kw_only=True):
+    """Options that all rollouts of a request or a demand have in common."""
 
     mode: Mode = Mode.TRAIN
     priority: Priority = 0
@@ -71,7 +71,7 @@ class RolloutManner(Struct, frozen=True, kw_only=True):
         ]
 
 
-class ProcessRequest(RolloutManner, frozen=True, kw_only=True):
+class ProcessRequest(RolloutOptions, frozen=True, kw_only=True):
     """Body of POST /v1/process."""
 
     run_id: Name
@@ -100,7 +100,7 @@ class ProcessRequest(RolloutManner, frozen=True, kw_only=True):
         return [rollout for group in groups for rollout in group]
 
 
-class TaskDemand(RolloutManner, frozen=True, kw_only=True):
+class TaskDemand(RolloutOptions, frozen=True, kw_only=True):
     """Body of PUT /v1/runs/{run}/tasks/{name}/demand: rollouts of stored tasks, which the server enqueues by itself."""
 
     groups: Annotated[int, Meta(ge=1, le=2**31)] | None = None

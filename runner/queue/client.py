@@ -126,8 +126,8 @@ class QueueClient:
         self, run_id: str, worker: str, count: int = 1, *, wait_seconds: float = 0, lease_seconds: float | None = None
     ) -> list[RolloutLease]:
         """Lease at most `count` rollouts of a run, fewer if fewer are queued. `LeaseHeartbeats` renews the leases."""
-        ask = LeaseRequest(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
-        return (await self._change("/v1/leases", Leases, ask)).leases
+        request = LeaseRequest(run_id=run_id, worker=worker, count=count, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
+        return (await self._change("/v1/leases", Leases, request)).leases
 
     async def beat(self, leases: Sequence[RolloutLease | Held]) -> list[AttemptReceipt]:
         """Send a heartbeat for these leases; return a result for each one that is not held any more."""
@@ -135,8 +135,8 @@ class QueueClient:
 
     async def stopped(self, worker: str, *, after: int = 0, wait_seconds: float = 0) -> Stops:
         """Return a worker's attempts that the queue has ended since; if there is none, wait for one as long as requested."""
-        ask = StopsRequest(worker=worker, after=after, wait_seconds=wait_seconds)
-        return await self._change("/v1/leases/stopped", Stops, ask)
+        request = StopsRequest(worker=worker, after=after, wait_seconds=wait_seconds)
+        return await self._change("/v1/leases/stopped", Stops, request)
 
     async def extend(self, leases: Sequence[RolloutLease | Held], seconds: float) -> list[AttemptReceipt]:
         """Extend the time for which these leases hold without a heartbeat; return a result for each one that is not held any more."""
@@ -183,8 +183,8 @@ class QueueClient:
         self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
         """Return rollouts in order of arrival."""
-        asked = {"run": run_id, "state": state, "group": group_id}
-        query = {name: value for name, value in asked.items() if value is not None}
+        filters = {"run": run_id, "state": state, "group": group_id}
+        query = {name: value for name, value in filters.items() if value is not None}
         return await self._client.ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:

@@ -70,14 +70,14 @@ class Endings:
             wall: seconds since 1970, for people and for the retention time.
         """
         rows = _rollouts(transaction, [ending.rollout_id for ending in endings])
-        recorded = _ended(transaction, [ending for ending in endings if not _under_way(rows.get(ending.rollout_id), ending.attempt)])
+        recorded = _ended(transaction, [ending for ending in endings if not _is_running(rows.get(ending.rollout_id), ending.attempt)])
         updates: list[dict[str, object]] = []
         new: list[dict[str, object]] = []
         ended = Counter[tuple[str, str]]()
         results: list[AttemptReceipt] = []
         for ending in endings:
             row, recorded_row = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
-            if row is None or not _under_way(row, ending.attempt):
+            if row is None or not _is_running(row, ending.attempt):
                 results.append(_answer(ending, row, recorded_row))
                 continue
             row["state"], row["attempts_left"] = self._next_state(ending, row)
@@ -185,7 +185,7 @@ def _ended(transaction: sa.Connection, endings: Sequence[Ending]) -> dict[tuple[
     return attempts
 
 
-def _under_way(row: Mapping[str, Any] | None, attempt: int) -> bool:
+def _is_running(row: Mapping[str, Any] | None, attempt: int) -> bool:
     return row is not None and row["state"] == RolloutState.RUNNING and row["attempt"] == attempt
 
 
@@ -215,7 +215,7 @@ def not_running(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) 
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
     endings = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
     rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, endings)
-    lost = [one for one in endings if not _under_way(rows.get(one.rollout_id), one.attempt)]
+    lost = [one for one in endings if not _is_running(rows.get(one.rollout_id), one.attempt)]
     return [_answer(one, rows.get(one.rollout_id), recorded.get((one.rollout_id, one.attempt))) for one in lost]
 
 

@@ -143,14 +143,14 @@ def _add_groups(transaction: sa.Connection, database: Database, run_id: str, gro
         transaction.execute(GROUP_COUNTS.update().where(*same).values(groups=GROUP_COUNTS.c.groups + count))
 
 
-def hand_out(transaction: sa.Connection, ask: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
+def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
     """Lease the first rollouts: those of the highest priority, then the oldest. One statement."""
-    facts = {"worker": ask.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
-    values = {"run": ask.run_id, "count": ask.count, **{f"the_{name}": value for name, value in facts.items()}}
+    facts = {"worker": request.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
+    values = {"run": request.run_id, "count": request.count, **{f"the_{name}": value for name, value in facts.items()}}
     rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
     return [
         RolloutLease(
-            run_id=ask.run_id,
+            run_id=request.run_id,
             rollout_id=row.rollout_id,
             attempt=row.attempt,
             last=row.attempts_left == 0,
@@ -245,10 +245,10 @@ def listed(
     seq = ROLLOUTS.c.seq
     place, order = (seq < after if after else sa.true(), seq.desc()) if newest_first else (seq > after, seq)
     query = sa.select(*_SHOWN).where(place).order_by(order).limit(limit)
-    asked = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
+    filters = {ROLLOUTS.c.run_id: run_id, ROLLOUTS.c.state: state, ROLLOUTS.c.group_id: group_id}
     if state is not None and state not in OPEN:
         query = query.where(ROLLOUTS.c.ended.is_not(None))  # the condition of the index
-    rows = connection.execute(query.where(*[column == value for column, value in asked.items() if value is not None])).all()
+    rows = connection.execute(query.where(*[column == value for column, value in filters.items() if value is not None])).all()
     return _with_last(connection, rows), rows[-1].seq if rows else after
 
 
@@ -286,9 +286,9 @@ def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[Q
 
 def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
     if row.state == RolloutState.RUNNING:
-        under_way = AttemptRecord(attempt=row.attempt, worker=row.worker, began_at=row.began_at, ended_at=None,
+        running_attempt = AttemptRecord(attempt=row.attempt, worker=row.worker, began_at=row.began_at, ended_at=None,
             reason=None, detail="", rewards=None, calls=None, seconds=None)  # fmt: skip
-        attempts = [*attempts, under_way]
+        attempts = [*attempts, running_attempt]
     return QueuedRollout(
         run_id=row.run_id,
         rollout_id=row.rollout_id,

@@ -1,4 +1,4 @@
-"""Attempts that workers hold: when the lease and the time of each is over.
+"""Attempts that workers hold, and when the lease and the time limit of each are over.
 
 In: leases, heartbeats, ends. Out: endings of the attempts that expired. Invariant: time is counted by this process's monotonic clock alone.
 At the start every running attempt gets the whole time of its lease, since its worker could not renew it meanwhile; its run time continues

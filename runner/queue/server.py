@@ -188,9 +188,9 @@ class QueueRoutes:
     async def name_tasks(self, request: web.Request) -> web.Response:
         """Set the tasks that a name of a run refers to."""
         kept = msgspec.json.decode(await body(request), type=NamedTasks)
-        there = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
-        if there != kept.tasks:
-            return refusal(409, f"of {kept.tasks} tasks {there} are there. Upload them all before they are given a name.")
+        stored = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
+        if stored != kept.tasks:
+            return refusal(409, f"of {kept.tasks} tasks {stored} are there. Upload them all before they are given a name.")
         return json_response(kept)
 
     async def ready(self, request: web.Request) -> web.Response:
@@ -204,10 +204,10 @@ def _change(kind: type[Any], work: Callable[..., Coroutine[Any, Any, msgspec.Str
     decoder = msgspec.json.Decoder(kind)
 
     async def handle(request: web.Request) -> web.Response:
-        asked = decoder.decode(await body(request))
-        if isinstance(asked, RolloutSelector) and (problem := _unclear(asked)):
+        message = decoder.decode(await body(request))
+        if isinstance(message, RolloutSelector) and (problem := _unclear(message)):
             return refusal(400, problem)
-        return json_response(await (work(asked, lambda: request.transport is None) if kind is LeaseRequest else work(asked)))
+        return json_response(await (work(message, lambda: request.transport is None) if kind is LeaseRequest else work(message)))
 
     return handle
 

@@ -173,24 +173,24 @@ class Service:
         self._arrivals.notify(request.run_id)
         return Enqueued(rollout_ids=ids, known=known)
 
-    async def lease(self, ask: LeaseRequest, is_gone: Callable[[], bool] = lambda: False) -> Leases:
+    async def lease(self, request: LeaseRequest, is_gone: Callable[[], bool] = lambda: False) -> Leases:
         """Hand out the first rollouts; if none is queued, wait for one as long as requested.
 
         Args:
-            ask: the worker's request.
+            request: the worker's request.
             is_gone: returns True if the client has disconnected; called in any thread.
         """
-        seconds = ask.lease_seconds or self._defaults.lease_seconds
-        end = time.monotonic() + ask.wait_seconds
+        seconds = request.lease_seconds or self._defaults.lease_seconds
+        end = time.monotonic() + request.wait_seconds
         while True:
-            event = self._arrivals.of(ask.run_id)
-            leases = await self._write(lambda tx: [] if is_gone() else rows.hand_out(tx, ask, seconds, self._running.now()))
-            self._running.lease(leases, ask.worker)
+            event = self._arrivals.of(request.run_id)
+            leases = await self._write(lambda tx: [] if is_gone() else rows.hand_out(tx, request, seconds, self._running.now()))
+            self._running.lease(leases, request.worker)
             if leases and is_gone():
                 held = [Held(rollout_id=lease.rollout_id, attempt=lease.attempt) for lease in leases]
                 await self.release(LeaseRelease(leases=held, detail="its worker had left before the hand-out was committed"))
             # A worker that left or died while it waited gets no lease: that would count as an attempt.
-            if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(ask.worker):
+            if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(request.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Heartbeat) -> AttemptReceipts:
@@ -203,9 +203,9 @@ class Service:
             await self._rebuild()
         return AttemptReceipts(results=results)
 
-    async def stopped(self, ask: StopsRequest) -> Stops:
+    async def stopped(self, request: StopsRequest) -> Stops:
         """Return a worker's attempts that the queue has ended; if there is none, wait for one as long as requested."""
-        keys, cursor = await self._stops.after(ask.worker, ask.after, ask.wait_seconds)
+        keys, cursor = await self._stops.after(request.worker, request.after, request.wait_seconds)
         results = await self.read(lambda connection: not_running(connection, keys)) if keys else []
         return Stops(results=results, cursor=cursor)
 
@@ -263,8 +263,8 @@ class Service:
 
     async def demand(self, run_id: str, *, above: int = 0, wait_seconds: float = 0) -> DemandState:
         """Return the demand for a run; if it is for no more than `above` groups, wait for more as long as requested."""
-        ask = partial(self.read, partial(rows.demand, run_id=run_id))
-        return await self._demands.read_until(run_id, ask, lambda state: state.groups > above, wait_seconds)
+        read = partial(self.read, partial(rows.demand, run_id=run_id))
+        return await self._demands.read_until(run_id, read, lambda state: state.groups > above, wait_seconds)
 
     async def counts(self, run_id: str | None = None) -> list[RunCounts]:
         """Count the rollouts of each run, or of one run, by state."""
@@ -288,14 +288,14 @@ class Service:
     ) -> Rollouts:
         """Return rollouts in order of arrival, or the newest first."""
         place = {"after": after, "limit": limit, "newest_first": newest_first}
-        ask = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, **place)
-        rollouts, cursor = await self.read(ask)
+        read = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, **place)
+        rollouts, cursor = await self.read(read)
         return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def ends(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Rollouts:
         """Return a run's rollouts in the order in which they ended; if there is none, wait for one as long as requested."""
-        ask = partial(self.read, partial(rows.ended, run_id=run_id, after=after, limit=limit))
-        rollouts, cursor = await self._ends.read_until(run_id, ask, lambda page: bool(page[0]), wait_seconds)
+        read = partial(self.read, partial(rows.ended, run_id=run_id, after=after, limit=limit))
+        rollouts, cursor = await self._ends.read_until(run_id, read, lambda page: bool(page[0]), wait_seconds)
         return Rollouts(rollouts=rollouts, cursor=cursor)
 
     async def watch(self) -> None:

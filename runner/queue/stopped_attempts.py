@@ -1,8 +1,8 @@
 """Attempts that the queue itself has ended, so that their workers and the gateway stop them at once.
 
 In: cancellations, expired leases, exceeded time limits. Out: keys of attempts by worker, from a position on; orders to the gateway.
-Invariant: positions only grow, also across restarts of the server; an attempt that a worker was not told here is named by the answer to
-its next heartbeat, and one that the gateway was not told ends with its agent.
+Invariant: positions only grow, also across restarts of the server; an attempt of whose end a worker does not hear here is named in the
+answer to its next heartbeat, and the calls of one of whose end the gateway does not hear go on until its agent stops.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tables of the queue, and the lock that makes one server the owner of its database.
 
 In: a URL. Out: tables, and a database that this process alone serves from. Invariant: the running attempt is part of its rollout's row,
-and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact is stored once. A server that has lost its lock
-to another writes nothing from then on, before it notices, too, and after the other has ended: what it holds in memory is outdated.
+and becomes a row of `attempts` when it ends; so a hand-out is one statement, and each fact is stored once. A server whose lock another one
+has taken writes nothing more, even before it notices and after the other one has ended, since what it holds in memory is outdated.
 """
 
 from __future__ import annotations

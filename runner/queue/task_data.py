@@ -85,9 +85,8 @@ class TaskData:
 
     async def page(self, digest: str, first: int, limit: int) -> Page:
         """Return tasks in their order, from a place on."""
-        of = (TASKS.c.digest == digest) & (TASKS.c.place >= first)
-        ask = sa.select(TASKS).where(of).order_by(TASKS.c.place).limit(limit)
-        rows = await self._read(lambda connection: connection.execute(ask).all())
+        query = sa.select(TASKS).where(TASKS.c.digest == digest, TASKS.c.place >= first).order_by(TASKS.c.place).limit(limit)
+        rows = await self._read(lambda connection: connection.execute(query).all())
         return Page(tasks=[task_of(row) for row in rows])
 
     async def name(self, run: str, name: str, kept: NamedTasks) -> int:
@@ -98,18 +97,18 @@ class TaskData:
         """
 
         def write(transaction: sa.Connection) -> int:
-            there = transaction.execute(sa.select(sa.func.count()).where(TASKS.c.digest == kept.digest)).scalar_one()
-            if there == kept.tasks:
+            stored = transaction.execute(sa.select(sa.func.count()).where(TASKS.c.digest == kept.digest)).scalar_one()
+            if stored == kept.tasks:
                 transaction.execute(sa.delete(NAMED_TASKS).where(_named(run, name)))
                 transaction.execute(sa.insert(NAMED_TASKS), [{"run_id": run, "name": name, "digest": kept.digest, "tasks": kept.tasks}])
-            return there
+            return stored
 
         return await self._writer.do(write)
 
     async def named(self, run: str, name: str) -> NamedTasks | None:
         """Return the tasks that a name of a run refers to. None: the run has no such name."""
-        ask = sa.select(NAMED_TASKS.c.digest, NAMED_TASKS.c.tasks).where(_named(run, name))
-        row = await self._read(lambda connection: connection.execute(ask).first())
+        query = sa.select(NAMED_TASKS.c.digest, NAMED_TASKS.c.tasks).where(_named(run, name))
+        row = await self._read(lambda connection: connection.execute(query).first())
         return NamedTasks(digest=row.digest, tasks=row.tasks) if row else None
 
 

@@ -155,10 +155,10 @@ class Client:
             if rollouts and self._enqueue(rollouts):
                 run.cursor = 0  # some of them may have ended before
             run.waits = {rollout.key.rollout_id: run.train if rollout.mode is Mode.TRAIN else None for rollout in rollouts}
-            quiet = time.monotonic()
-            while run.waits if not follow else self._continues(run, groups, quiet, idle_seconds):
+            active_at = time.monotonic()
+            while run.waits if not follow else self._continues(run, groups, active_at, idle_seconds):
                 if self._count_ended(run, count_all=follow) or (follow and self._is_busy()):
-                    quiet = time.monotonic()
+                    active_at = time.monotonic()
                 if validate_every and run.train.groups >= validate_every * (1 + len(validations)):
                     validations.append(self._validation(run, RolloutTally()))
             show.progress(run.train.measure, last=True)
@@ -223,11 +223,11 @@ class Client:
         run.progress_line.progress(run.progress_total.measure)
         return len(ended)
 
-    def _continues(self, run: _TrainRun, groups: int | None, quiet: float, idle_seconds: float) -> bool:
+    def _continues(self, run: _TrainRun, groups: int | None, active_at: float, idle_seconds: float) -> bool:
         """Return whether trainers request groups, or may soon do so."""
         if groups is not None and run.train.groups >= groups:
             return False
-        return time.monotonic() - quiet < idle_seconds
+        return time.monotonic() - active_at < idle_seconds
 
     def _is_busy(self) -> bool:
         """Return whether groups are requested and not enqueued, or are in flight."""

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from runner.process import processing
-from runner.process.processing import BuildNews, Processing
+from runner.process.processing import BuildNotifier, Processing
 from runner.process.trajectories import BuiltTrajectory
 from runner.queue.wire import RolloutSelector
 from spangrad.settings import Settings
@@ -29,7 +29,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> dict[str, BuiltTrajectory]:
     """Return the builds of a store of which no arrivals are heard."""
     builds: dict[str, BuiltTrajectory] = {}
     monkeypatch.setattr(processing, "_LOOK_SECONDS", 30.0)
-    monkeypatch.setattr(BuildNews, "next", lambda news: news._arrived)
+    monkeypatch.setattr(BuildNotifier, "next", lambda notifier: notifier._arrived)
     monkeypatch.setattr(Processing, "_read", lambda *_: builds)
     return builds
 
