@@ -43,6 +43,8 @@ _FORGET_SECONDS = 3600.0
 _RETRY_SECONDS = 1.0
 _LOOK_SECONDS = 5.0
 """Longest time between two looks at rollouts that are waited for, in seconds: for a build whose arrival was not noticed."""
+_READ_MOST = 64
+"""Largest number of rollouts in one read of the store: a trajectory may have millions of tokens."""
 _READS_AT_ONCE = 8
 """Number of reads of the store that run at the same time."""
 _GATHER_SECONDS = 0.02
@@ -202,20 +204,22 @@ class Processing:
         while True:
             ends, builds = self._service.next_end(run_id), self._builds.next()
             ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
-            names = [rollout.rollout_id for rollout in ended]
-            built = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, run_id, names) if ended else {}
             unbuilt = 0
-            for rollout in ended:
-                trajectory = built.get(rollout.rollout_id)
-                if trajectory and rollout.attempts and trajectory.attempt < rollout.attempts[-1].attempt:
-                    trajectory = None  # the attempt had seemed to be the last: the rollout was dead, or its lease lost
-                if trajectory:
-                    self._unbuilt.forget(rollout.rollout_id)
-                if trajectory or self._is_unbuildable(rollout):
-                    del pending[rollout.rollout_id]
-                    yield _trajectory(rollout, trajectory, self.spec)
-                else:
-                    unbuilt += 1
+            for start in range(0, len(ended), _READ_MOST):
+                part = ended[start : start + _READ_MOST]
+                names = [rollout.rollout_id for rollout in part]
+                built = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, run_id, names)
+                for rollout in part:
+                    trajectory = built.pop(rollout.rollout_id, None)
+                    if trajectory and rollout.attempts and trajectory.attempt < rollout.attempts[-1].attempt:
+                        trajectory = None  # the attempt had seemed to be the last: the rollout was dead, or its lease lost
+                    if trajectory:
+                        self._unbuilt.forget(rollout.rollout_id)
+                    if trajectory or self._is_unbuildable(rollout):
+                        del pending[rollout.rollout_id]
+                        yield _trajectory(rollout, trajectory, self.spec)
+                    else:
+                        unbuilt += 1
             if not pending or time.monotonic() >= end or self._service.stopping or is_over():
                 return
             await _wait_for_any([builds, ends] if unbuilt < len(pending) else [builds], min(end, time.monotonic() + _LOOK_SECONDS))

@@ -79,6 +79,23 @@ async def test_queue_is_read_while_the_store_does_not_answer(settings: Settings,
             await asyncio.gather(*waiting)
 
 
+async def test_trajectories_of_many_rollouts_are_read_few_at_a_time(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+
+    def note(_: Processing, _run: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
+        read.append(len(rollouts))
+        return {rollout: BuiltTrajectory(0, 1.0, {}) for rollout in rollouts}
+
+    monkeypatch.setattr(Processing, "_read", note)
+    names = [f"r{number}" for number in range(150)]
+    async with serving(settings) as (client, service):
+        await client.enqueue("run", new_rollouts(len(names)))
+        await client.cancel(RolloutSelector(run_id="run"))
+        trajectories = Processing(service, settings).trajectories("run", names, 60.0, lambda: False)
+        assert sorted([each.rollout_id async for each in trajectories]) == sorted(names)
+    assert (max(read), sum(read)) == (64, 150)
+
+
 async def test_trajectories_build_of_attempts_before_a_retry_is_not_the_rollouts(
     settings: Settings, built: dict[str, BuiltTrajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
