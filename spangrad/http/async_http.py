@@ -114,6 +114,8 @@ class AsyncClient:
         try:
             async with self._session.request(method, self.service.address(path), data=body, params=query) as response:
                 content = await response.read()
+        except aiohttp.InvalidURL:
+            raise  # a ValueError
         except (aiohttp.ClientError, OSError) as error:
             raise RequestError.of_connection(error) from error
         if response.status >= 300:

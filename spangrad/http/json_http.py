@@ -37,13 +37,15 @@ def ask(service: RemoteService, method: str, path: str, body: Mapping[str, objec
     try:
         try:
             request = urllib.request.Request(service.address(path), data, service.headers, method=method)
-        except ValueError as error:  # not a URL, which no later try improves
+            while True:
+                try:
+                    return _send(request, seconds)
+                except RequestError as failure:
+                    time.sleep(retries.pause(failure))
+        except http.client.InvalidURL as error:  # its text may hold a part of a password
+            raise RequestError("the URL's host or port is not valid") from error
+        except ValueError as error:  # not a URL, which no later try improves either
             raise RequestError.of_connection(error) from error
-        while True:
-            try:
-                return _send(request, seconds)
-            except RequestError as failure:
-                time.sleep(retries.pause(failure))
     except RequestError as failure:
         raise service.error_for(failure, method, path) from failure
 
@@ -73,14 +75,15 @@ def _send(request: urllib.request.Request, seconds: float) -> Any:
 
     Raises:
         RequestError: the server refuses, or sends no whole JSON.
+        InvalidURL: the URL's host or port is not valid.
     """
     try:
         with urllib.request.urlopen(request, timeout=seconds) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
         raise RequestError.of_response(error.code, _body(error), error.headers.get("Retry-After"), str(error.reason)) from error
-    except http.client.InvalidURL as error:  # its text may hold a part of a password
-        raise RequestError("the URL's host or port is not valid") from error
+    except http.client.InvalidURL:
+        raise
     except http.client.HTTPException as error:
         raise RequestError(repr(error)) from error
     except (OSError, *JSON_ERRORS) as error:

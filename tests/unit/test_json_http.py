@@ -130,6 +130,14 @@ def test_requests_to_a_url_with_a_password_do_not_show_it(send: Ask, place: str)
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("send", [blocking, awaited])
+@pytest.mark.parametrize("place", ["http://127.0.0.1:port", "http://[::1"])
+def test_requests_to_an_invalid_url_are_not_retried(send: Ask, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Retries, "pause", None)
+    with pytest.raises(QueueError, match=r"^the queue at .* does not answer"):
+        send(queue_service(place, None, 3600.0))
+
+
 def test_send_that_the_library_refuses_is_not_retried() -> None:
     with pytest.raises(QueueError, match="AUTHORIZATION header"):
         awaited(queue_service("http://user:s3cret@127.0.0.1:9", "token", 3600.0))
