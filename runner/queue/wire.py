@@ -16,6 +16,8 @@ from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, Sam
 from spangrad.http.queue_messages import Count, Name, NewRollout, Seconds, Struct
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion, SandboxRung
 
+CallCount = Annotated[int, Meta(ge=0, lt=2**31)]
+"""Number of policy calls, which PostgreSQL keeps in 32 bits: a larger one would fail the transaction of all requests that share it."""
 LIST_MOST = 1000
 """Largest number of rollouts in one response."""
 
@@ -152,7 +154,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=0)]
     rewards: Rewards | None = None
     """Final rewards by name, or by name and role. None: the agent's spans hold them."""
-    calls: Annotated[int, Meta(ge=0)] | None = None
+    calls: CallCount | None = None
     """Policy calls that the gateway answered. None: they were not counted."""
     seconds: Annotated[float, Meta(ge=0)] | None = None
     """Time that the agent ran, in seconds, by its worker's clock. None: unknown."""
@@ -172,7 +174,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     reason: AttemptFailure
     detail: str = ""
     """Explanation for people."""
-    calls: Annotated[int, Meta(ge=0)] | None = None
+    calls: CallCount | None = None
     seconds: Annotated[float, Meta(ge=0)] | None = None
     retry: bool = True
     """False: another attempt would fail as well; the rollout is dead at once."""

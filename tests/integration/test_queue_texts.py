@@ -52,3 +52,19 @@ async def test_queue_request_with_unstorable_text_answers_400(
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings), aiohttp.request(method, f"{settings.queue.url}{path}", data=body and json.dumps(body)) as answer:
         assert (answer.status, list(await answer.json())) == (400, ["error"])
+
+
+@pytest.mark.parametrize(
+    ("path", "of_many", "facts"), [("complete", "completions", {}), ("fail", "failures", {"reason": "exception", "retry": False})]
+)
+async def test_report_with_more_calls_than_the_database_counts_answers_400(
+    queue_db: str, path: str, of_many: str, facts: dict[str, object]
+) -> None:
+    async with serving(queue_settings(queue_db)) as (client, _), aiohttp.ClientSession(client.url) as session:
+        await client.enqueue("run", new_rollouts(1))
+        await client.lease("run", "worker")
+        for calls, status in ((2**63, 400), (2**31, 400), (2**31 - 1, 200)):
+            report = {"rollout_id": "r0", "attempt": 0, "calls": calls, **facts}
+            async with session.post(f"/v1/leases/{path}", json={of_many: [report]}) as answer:
+                assert answer.status == status
+        assert [attempt.calls for attempt in (await client.rollout("r0")).attempts] == [2**31 - 1]
