@@ -30,7 +30,7 @@ from runner.queue.wire import LIST_MOST, LeaseRequest, RolloutSelector, RolloutS
 from spangrad.errors import QueueError
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
-from spangrad.http.queue_messages import DemandRequest
+from spangrad.http.queue_messages import DemandRequest, Name
 from spangrad.http.server import Address, Handler, body, json_response, json_server, refusal
 from spangrad.settings import QueueSettings, Settings
 
@@ -173,7 +173,7 @@ class QueueRoutes:
     async def want(self, request: web.Request) -> web.Response:
         """Set the demand of a branch."""
         branch_demand = msgspec.json.decode(await body(request), type=DemandRequest)
-        return json_response(await self._service.want(request.match_info["run"], branch_demand))
+        return json_response(await self._service.want(_name(request, "run"), branch_demand))
 
     async def tasks(self, request: web.Request) -> web.Response:
         """List stored tasks in their order."""
@@ -188,7 +188,7 @@ class QueueRoutes:
     async def name_tasks(self, request: web.Request) -> web.Response:
         """Set the tasks that a name of a run refers to."""
         kept = msgspec.json.decode(await body(request), type=NamedTasks)
-        stored = await self.task_data.name(request.match_info["run"], request.match_info["name"], kept)
+        stored = await self.task_data.name(_name(request, "run"), _name(request, "name"), kept)
         if stored != kept.tasks:
             return refusal(409, f"of {kept.tasks} tasks {stored} are there. Upload them all before they are given a name.")
         return json_response(kept)
@@ -219,6 +219,15 @@ def _unclear(which: RolloutSelector) -> str | None:
     if which.group_id is not None and which.run_id is None:
         return "group_id needs the run_id that it belongs to."
     return None
+
+
+def _name(request: web.Request, part: str) -> str:
+    """Return a name in a path that is to be stored.
+
+    Raises:
+        ValueError: it is longer than requests may hold: PostgreSQL might not index it, and all requests that share its transaction fail.
+    """
+    return msgspec.convert(request.match_info[part], Name)
 
 
 def _whole(query: Any, name: str, otherwise: int) -> int:

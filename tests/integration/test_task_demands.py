@@ -102,7 +102,7 @@ async def test_task_demand_is_a_level_until_it_is_ended(settings: Settings) -> N
 
 
 async def test_task_demand_whose_rollout_ids_are_too_long_is_refused(settings: Settings) -> None:
-    path = f"/v1/runs/run/tasks/{'n' * 600}"
+    path = f"/v1/runs/run/tasks/{'n' * 500}"
     async with serving(settings) as (queue, _):
         await upload(settings, TASKS, path)
         status, refused = await asked(settings, "PUT", f"{path}/demand", {"groups": 1})
