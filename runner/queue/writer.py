@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError
 
 from spangrad.database import Database
-from spangrad.errors import QueueError
 
 T = TypeVar("T")
 MOST = 256
@@ -98,15 +98,16 @@ class Writer:
 
     def _together(self, jobs: Sequence[_Job]) -> list[tuple[_Job, Any]]:
         began = self._loop.time()
+        is_at_work = False
         try:
             with self._database.transaction() as transaction:
+                is_at_work = True
                 values = [job.work(transaction) for job in jobs]
-        except QueueError as error:
-            return [(job, error) for job in jobs]
+                is_at_work = False
         except Exception as error:
-            if len(jobs) == 1:
-                return [(jobs[0], error)]
-            return [pair for job in jobs for pair in self._together([job])]
+            if is_at_work and len(jobs) > 1 and not _is_of_lost_connection(error):
+                return [pair for job in jobs for pair in self._together([job])]
+            return [(job, error) for job in jobs]
         self.tally.transactions += 1
         self.tally.requests += len(jobs)
         self.tally.seconds += self._loop.time() - began
@@ -123,3 +124,8 @@ class Writer:
                     job.future.set_result(value)
 
         self._loop.call_soon_threadsafe(answer)
+
+
+def _is_of_lost_connection(error: Exception) -> bool:
+    """Return whether the database went away: it would fail each of the functions."""
+    return isinstance(error.__cause__, DBAPIError) and error.__cause__.connection_invalidated

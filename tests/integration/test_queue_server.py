@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
+import sqlalchemy as sa
 from inline_snapshot import snapshot
 from pydantic import SecretStr
 
 from runner.queue import notifier
 from runner.queue.client import QueueClient
 from runner.queue.server import serve
-from runner.queue.wire import AttemptReceipt, RolloutSelector, RolloutState
+from runner.queue.wire import AttemptReceipt, Enqueue, RolloutSelector, RolloutState
 from spangrad.errors import QueueError, SpangradError
 from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.types import Mode
@@ -218,28 +220,36 @@ async def test_writer_batches_requests_into_transactions(tmp_path: Path) -> None
         assert service.writer.tally.transactions < 200
 
 
-async def test_writer_request_that_fails_affects_no_other(tmp_path: Path) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+def divide(_: sa.Connection) -> None:
+    raise ZeroDivisionError
+
+
+def read_no_table(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("SELECT 1 FROM nowhere")
+
+
+@pytest.mark.parametrize(("fail", "error"), [(divide, ZeroDivisionError), (read_no_table, QueueError)])
+async def test_writer_request_that_fails_affects_no_other(
+    queue_db: str, fail: Callable[[sa.Connection], None], error: type[Exception]
+) -> None:
+    async with serving(queue_settings(queue_db)) as (client, service):
         blocked, entered = threading.Event(), threading.Event()
 
         def block(_: object) -> None:
             entered.set()
             assert blocked.wait(30)
 
-        def fall(_: object) -> None:
-            raise ZeroDivisionError
-
         first = asyncio.create_task(service.writer.do(block))
         await asyncio.to_thread(entered.wait, 30)
-        before = asyncio.create_task(client.enqueue("run", new_rollouts(1, "a")))
+        before = asyncio.create_task(service.enqueue(Enqueue(run_id="run", rollouts=new_rollouts(1, "a"))))
         await until(lambda: is_true(service.writer.waiting == 1))
-        bad = asyncio.create_task(service.writer.do(fall))
+        bad = asyncio.create_task(service.writer.do(fail))
         await asyncio.sleep(0)
-        after = asyncio.create_task(client.enqueue("run", new_rollouts(1, "b")))
+        after = asyncio.create_task(service.enqueue(Enqueue(run_id="run", rollouts=new_rollouts(1, "b"))))
         await until(lambda: is_true(service.writer.waiting == 3))
         blocked.set()
         await asyncio.gather(first, before, after)
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(error):
             await bad
         assert (await client.run("run")).states == {RolloutState.QUEUED: 2}
 
