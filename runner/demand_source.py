@@ -187,13 +187,14 @@ class DemandSource:
 
     async def _cancel_untrainable(self) -> int:
         """Cancel what still runs or waits of groups in which too many rollouts have died since the last look; return of how many groups."""
-        run = self._settings.runner.run_id
-        estimator, size = self._settings.trainer.credit.estimator, self._settings.runner.group_size
+        run, estimator = self._settings.runner.run_id, self._settings.trainer.credit.estimator
         cancelled = 0
         groups, cursor = await self._groups_to_check()
         for group in groups:
-            dead = [rollout.mode async for rollout in self._rollouts(group_id=group) if rollout.state is RolloutState.DEAD]
-            if dead and cannot_be_trained(estimator, size, Counter(dead)):
+            rollouts = [rollout async for rollout in self._rollouts(group_id=group)]
+            dead = Counter(rollout.mode for rollout in rollouts if rollout.state is RolloutState.DEAD)
+            size = max((rollout.group_size for rollout in rollouts), default=0)  # another source's groups may have another one
+            if dead and cannot_be_trained(estimator, size, dead):
                 stopped = await self._queue.cancel(RolloutSelector(run_id=run, group_id=group))
                 cancelled += stopped.queued + stopped.running > 0
         self._ended = cursor

@@ -193,6 +193,23 @@ async def test_demand_source_group_with_too_many_dead_rollouts_is_replaced_early
         assert await source.update() == DemandUpdate(1, 1, 0), "looked at again, nothing is done"
 
 
+async def test_demand_source_judges_a_group_of_another_source_by_its_own_size(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2)
+
+    async def version(_: str) -> int | None:
+        return None
+
+    async with serving(settings) as (client, _):
+        source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
+        await client.enqueue("run", new_rollouts(4, group_size=4, max_attempts=1))
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=1))
+        updates = [await source.update()]
+        for lease in (await client.lease("run", "worker", 4))[:3]:
+            await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
+            updates.append(await source.update())
+        assert [update.cancelled for update in updates] == [0, 0, 0, 1]
+
+
 async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_endings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=3, max_attempts=1)
     read: list[int] = []
