@@ -48,7 +48,7 @@ class Journal:
             (self._epoch,) = _EPOCH.unpack_from(head, len(_NAME))
         elif (_NAME + bytes(_EPOCH.size)).startswith(head):
             self._epoch = 0
-            self._write_head()
+            self._write_head(self._epoch)
         else:
             os.close(self._file)
             raise StoreError(
@@ -132,9 +132,10 @@ class Journal:
         Raises:
             OSError: the disk fails.
         """
-        self._epoch = (self._epoch + 1) % 2**32
-        self._write_head()
-        self._end = _HEAD
+        epoch = (self._epoch + 1) % 2**32
+        # First: bodies that are appended after a failure belong to the epoch that the file names.
+        self._write_head(epoch)
+        self._epoch, self._end = epoch, _HEAD
 
     def close(self) -> None:
         """Close the file; bodies in it are kept."""
@@ -142,8 +143,8 @@ class Journal:
             os.ftruncate(self._file, _HEAD)
         os.close(self._file)
 
-    def _write_head(self) -> None:
-        os.pwrite(self._file, _NAME + _EPOCH.pack(self._epoch), 0)
+    def _write_head(self, epoch: int) -> None:
+        os.pwrite(self._file, _NAME + _EPOCH.pack(epoch), 0)
 
     def _write(self, pieces: Sequence[bytes]) -> None:
         """Write pieces after the last record."""

@@ -159,6 +159,23 @@ def test_journal_append_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: p
     assert reopened(tmp_path / "journal") == [b"kept", b"next"]
 
 
+def test_journal_clear_that_fails_loses_no_later_body(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append([b"before"])
+
+    def failing(*_: object) -> int:
+        raise OSError(errno.EIO, "the disk fails")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", failing)
+        with pytest.raises(OSError, match="the disk fails"):
+            journal.clear()
+    journal.append([b"after"])
+    journal.close()
+
+    assert reopened(tmp_path / "journal") == [b"before", b"after"]
+
+
 def test_journal_partial_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path / "journal")
     write = os.pwrite
