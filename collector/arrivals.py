@@ -30,7 +30,7 @@ _OF_TABLE = {
     "otel_logs": (Topic.SPANS,),
     "builds": (Topic.BUILDS,),
 }
-_TARGET = re.compile(r"\s*INSERT\s+INTO\s+(?:TABLE\s+)?[\w`.]*?`?\b(\w+)`?\s*(?:\(|FORMAT|VALUES|SELECT|SETTINGS|WITH|$)", re.IGNORECASE)
+_TARGET = re.compile(r'\s*INSERT\s+INTO\s+(?:TABLE\s+)?[\w`".]*?\b(\w+)[`"]?\s*(?:\(|FORMAT|VALUES|SELECT|SETTINGS|WITH|$)', re.IGNORECASE)
 _HEAD = 200
 B = TypeVar("B")
 

@@ -165,6 +165,7 @@ def test_wait_at_another_database_polls_by_statement(store: StoreSettings, monke
     [
         ("INSERT INTO spangrad_internal.builds (RunId)", True),
         ("insert into `spangrad_internal`.`builds` FORMAT Arrow", True),
+        ('INSERT INTO "spangrad_internal"."builds" (\n    RunId) FORMAT Native', True),
         ("INSERT INTO spangrad_internal.builds SELECT 1", True),
         ("INSERT INTO TABLE builds VALUES (1)", True),
         ("INSERT INTO spangrad_internal.builds_of_others (RunId)", False),

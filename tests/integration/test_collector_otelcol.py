@@ -35,6 +35,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 from spangrad.http.tokens import agent_token
 from spangrad.processes import Child, own_command, require_free_port, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 from tests.support.fake_engine import FakeEngine
 from tests.support.servers import PORTS, collector_values, otelcol, post, running_collector, running_store, start_collector, store_settings
@@ -168,6 +169,14 @@ async def test_collector_with_unmodified_agent_fills_store(store: StoreSettings,
         assert read() == [("ChatCompletion", "openinference.instrumentation.openai"), ("POST", "opentelemetry.instrumentation.httpx")]
         # What an agent sends beside its spans is no error for it.
         assert post(f"{collector.url}/v1/metrics", b"") == 200
+
+
+def test_collector_spans_end_a_wait_for_arrivals(store: StoreSettings, tmp_path: Path) -> None:
+    with running_collector(store, collector_values(tmp_path), tmp_path / "log") as collector:
+        arrivals = Arrivals(connect(store), store, [Topic.ROOTS])
+        arrivals.wait(0)
+        assert post(f"{collector.url}/v1/traces", spans(1)[0]) == 200
+        assert arrivals.wait(20) == {Topic.ROOTS}
 
 
 def test_collector_span_larger_than_batch_is_stored(store: StoreSettings, tmp_path: Path) -> None:
