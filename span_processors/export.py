@@ -265,7 +265,8 @@ class LosslessQueue(ABC, Generic[_T]):
     def _next_batch(self) -> list[tuple[_T, int]]:
         """Wait for spans, then for others to join them; empty when there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue) or self._closing)
+            # Until it is closed, not only closing: spans may end while `shutdown` waits for others.
+            self._changed.wait_for(lambda: bool(self._queue) or self._closed)
             self._changed.wait_for(self._urgent, self._delay_seconds)
             batch: list[tuple[_T, int]] = []
             size = 0

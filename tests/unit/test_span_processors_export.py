@@ -201,6 +201,22 @@ def test_lossless_span_processor_put_while_closing_counts_lost() -> None:
         assert (waiting.is_alive(), processor.lost) == (False, 2)
 
 
+def test_lossless_span_processor_put_while_shutdown_waits_is_sent() -> None:
+    with OtlpSink() as sink:
+        processor = LosslessSpanProcessor(traces_url(sink.url), shutdown_seconds=5)
+        provider = provider_with(processor)
+        emit(provider, 1)
+        assert provider.force_flush()
+        with processor._changed:  # as `shutdown` begins; the thread may be faster than it
+            processor._closing = True
+            processor._changed.notify_all()
+        assert processor._thread
+        processor._thread.join(0.5)
+        emit(provider, 1)
+        provider.shutdown()
+        assert (len(sink.spans), processor.lost) == (2, 0)
+
+
 def test_lossless_span_processor_concurrent_flushes_share_requests() -> None:
     with OtlpSink() as sink:
         provider = provider_with(LosslessSpanProcessor(traces_url(sink.url), delay_seconds=60))
