@@ -72,13 +72,13 @@ class SpangradConfigurator(_OTelSDKConfigurator):
         # Only while the SDK reads it: child processes must see what the user set.
         with _variable(_EXPORTER, ",".join(others) or "none"):
             super()._configure(**kwargs)
-        _equip(export=_EXPORTER not in os.environ or len(others) < len(named))
+        _equip(export=not os.environ.get(_EXPORTER) or len(others) < len(named))
 
 
 def pre_instrument() -> None:
     """Add our processors to the provider that a distribution has made, before the instrumentors see it."""
-    exports_here = _EXPORTER not in os.environ and not os.environ.get(_CONFIG_FILE) and bool(_endpoint_set(os.environ))
-    _equip(export=exports_here)
+    configured = os.environ.get(_EXPORTER) or os.environ.get(_CONFIG_FILE)
+    _equip(export=not configured and bool(_endpoint_set(os.environ)))
 
 
 def post_instrument() -> None:
@@ -91,9 +91,9 @@ def post_instrument() -> None:
 
 
 def set_defaults() -> None:
-    """Set environment variables of the SDK that training needs, where the user has not set them."""
+    """Set environment variables of the SDK that training needs, where the user has set none or, as OpenTelemetry has it, an empty value."""
     for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+        os.environ[name] = os.environ.get(name) or value
 
 
 def otlp_url(environ: Mapping[str, str]) -> str:
@@ -134,7 +134,7 @@ def _equip(*, export: bool) -> None:
             if provider in _equipped:
                 return
             _equipped.add(provider)
-        if _SPAN_LIMIT not in os.environ:
+        if not os.environ.get(_SPAN_LIMIT):
             _logger.warning("set %s=%d: the default of 128 drops long prompts from spans", _SPAN_LIMIT, _ATTRIBUTE_COUNT_LIMIT)
         started_in = environment_context(os.environ)
         context.attach(started_in)

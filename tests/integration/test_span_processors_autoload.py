@@ -198,7 +198,7 @@ def test_autoload_hooks_run_again_change_nothing(tmp_path: Path) -> None:
         assert [(span.name, span.attributes[SEQ]) for span in sink.spans] == [("once", 0)]
 
 
-@pytest.mark.parametrize(("exporter", "sent"), [("none", []), ("otlp", ["said"]), ("console,otlp", ["said"])])
+@pytest.mark.parametrize(("exporter", "sent"), [("none", []), ("", ["said"]), ("otlp", ["said"]), ("console,otlp", ["said"])])
 def test_autoload_respects_otel_traces_exporter(tmp_path: Path, exporter: str, sent: list[str]) -> None:
     program = """
         import os
@@ -211,6 +211,18 @@ def test_autoload_respects_otel_traces_exporter(tmp_path: Path, exporter: str, s
         assert (code, out.splitlines()[0], err) == (0, exporter, "")
         assert [span.name for span in sink.spans] == sent
         assert ('"name": "said"' in out) == ("console" in exporter)
+
+
+def test_autoload_empty_variables_are_as_not_set(tmp_path: Path) -> None:
+    empty = dict.fromkeys(("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_TRACES_SAMPLER"), "")
+    program = """
+        from opentelemetry import trace
+        with trace.get_tracer("agent").start_as_current_span("many") as span:
+            span.set_attributes({f"key.{n}": n for n in range(200)})
+    """
+    with OtlpSink() as sink:
+        assert finish(start(program, tmp_path, environment(sink.url, **STARTED_FOR, **empty))) == (0, "", "")
+        assert [f"key.{n}" in span.attributes for span in sink.spans for n in range(200)] == [True] * 200
 
 
 @pytest.mark.parametrize(
