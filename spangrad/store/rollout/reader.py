@@ -135,7 +135,11 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
         trained, committed, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _COMMITTED, _DATASETS))
         builds = [_BuildRow(*row) for row in built.result()]
         concluded = [pool.submit(rows, sql, builds=[build.id for build in builds]) for sql in (_TRANSITIONS, _DROPS, _GIVEN)]
-        groups = [pool.submit(rows, _GROUP, run=build.run, spec=build.spec, group=build.group, mode=build.mode) for build in builds]
+        # Without a group: all rollouts of the run that have none would count as one.
+        groups = [
+            pool.submit(rows, _GROUP, run=build.run, spec=build.spec, group=build.group, mode=build.mode) if build.group else None
+            for build in builds
+        ]
         all_rows = reading.result()
         roles = pool.submit(rows, _ROLES, runs=sorted({row["RunId"] for row in all_rows} - {""}))
     span_rows = [row for row in all_rows if attempt in {None, row["Attempt"]}]
@@ -149,7 +153,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
     rewards = [_evaluation(row) for row in span_rows if row["RowKind"] != "span" and semconv.EVALUATION_SCORE in row["Attributes"]]
     rewards += [reward for reward in (Reward(*row) for row in given) if attempt is None or (reward.trace, reward.span) in kept]
     conclusions = _conclusions(transitions, drops, attempt)
-    of_groups = [future.result()[0][0] for future in groups]
+    of_groups = [future.result()[0][0] if future else 0 for future in groups]
     return Record(
         id_,
         spans,

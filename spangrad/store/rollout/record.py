@@ -159,7 +159,7 @@ class Build:
     group: str = ""
     group_size: int = 0
     group_built: int = 0
-    """Number of rollouts of the group that this specification has built."""
+    """Number of rollouts of the group that this specification has built; 0 if the rollout has no group."""
     skipped: Sequence[tuple[str, str, str, str]] = ()
     """Policy, branch, reason and detail of each trainer that skipped the group, as far as the ledger could be read."""
 

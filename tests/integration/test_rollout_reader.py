@@ -1,0 +1,44 @@
+"""Costs of reading one rollout: statements read its own rows, not those of the whole run."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect
+from spangrad.store.rollout.reader import read
+
+ROLLOUTS = 20_000
+BUILDS = """
+INSERT INTO spangrad_internal.builds (RunId, Mode, BuildSpec, RolloutId)
+SELECT %(run)s, 'production', 's', concat(%(run)s, '-', toString(number)) FROM numbers(20000)
+"""
+SPAN = """
+INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, SpanAttributes)
+SELECT now64(9), %(run)s, 'a', 'chat', map('spangrad.rollout.id', concat(%(run)s, '-7'), 'spangrad.run.id', %(run)s)
+"""
+
+
+class CountingClient:
+    """A client that remembers how many rows each statement reads by its plan."""
+
+    def __init__(self, store: StoreSettings) -> None:
+        self._client = connect(store)
+        self.rows_read: list[int] = []
+
+    def query(self, sql: str, **arguments: Any) -> Any:
+        plan = self._client.query(f"EXPLAIN ESTIMATE {sql}", **arguments)
+        self.rows_read.append(sum(row["rows"] for row in plan.named_results()))
+        return self._client.query(sql, **arguments)
+
+
+def test_read_rollout_without_group_reads_no_builds_of_others(store: StoreSettings) -> None:
+    run, client = f"ungrouped-{uuid.uuid4().hex[:8]}", CountingClient(store)
+    for statement in (BUILDS, SPAN):
+        connect(store).command(statement, parameters={"run": run})
+
+    record: Any = read(client, f"{run}-7", lambda rows: [("llm", "", "") for _ in rows])  # type: ignore[arg-type]
+
+    assert [(build.run, build.group, build.group_size) for build in record.builds] == [(run, "", 0)]
+    assert max(client.rows_read) < ROLLOUTS / 4
