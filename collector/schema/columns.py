@@ -35,7 +35,8 @@ def comment_columns(execute: Callable[[str], str], layout: Layout, tables: Colle
         StoreError: the store refused a statement.
     """
     changes: dict[str, list[str]] = {}
-    for line in execute(_COMMENTS).splitlines():
+    # Not splitlines(): a user's comment may hold other ends of lines than the one that separates rows.
+    for line in filter(None, execute(_COMMENTS).split("\n")):
         table, column, comment = line.split("\t")
         if table not in tables:
             continue

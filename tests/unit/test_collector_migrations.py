@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from collector.schema.cluster import Layout
+from collector.schema.columns import comment_columns, meanings
 from collector.schema.migrations import SCHEMA, Entry, MigrationState, migrate, pending, read_migrations, statements, status
 from spangrad.errors import StoreError
 
@@ -183,3 +184,18 @@ def test_statements_split_at_semicolons_between_statements_only() -> None:
     sql = "SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;' -- no; one\n; /* not; here */ SELECT 5 - 2 / 1;\n\n"
 
     assert statements(sql) == ["SELECT ';', `a;b`, \"c;d\", 'it''s; \\'x;'", "SELECT 5 - 2 / 1"]
+
+
+def test_comment_columns_beside_comment_with_line_separator_writes_meaning() -> None:
+    ran: list[str] = []
+
+    def execute(sql: str) -> str:
+        if sql.startswith("SELECT"):
+            # TabSeparated escapes a line feed, and none of Unicode's other ends of lines.
+            return "own\tPrice\tnet\u2028or gross\nsteps\tLoss\t\n"
+        ran.append(sql)
+        return ""
+
+    comment_columns(execute, Layout(), {"steps"})
+
+    assert ran == [f"ALTER TABLE spangrad.steps COMMENT COLUMN `Loss` '{meanings()['every']['Loss']}'"]
