@@ -43,6 +43,8 @@ _EMPTY = b"\0"
 _SPAN, _LOG = b"\x04span", b"\x03log"
 _LATEST = 2**63 - 1
 _CACHED_LENGTH = 128
+_REASON_CHARACTERS, _REASON_BYTES = 100, 32
+"""Longest parts of a span's name and of an id that a reason repeats: it is answered, to clients that accept 4 MiB by default."""
 _KEY = itemgetter(0)
 _IDS, _SPAN_IDS = (0, 16), (0, 8)
 """Valid lengths in bytes of trace ids and of span ids."""
@@ -99,7 +101,7 @@ def encode_traces(request: ExportTraceServiceRequest, selection: Mapping[tuple[i
                     count += 1
                 except _UnstorableError as error:
                     del out[start:]
-                    refusals.append(_refusal(span, error))
+                    refusals.append(_refusal("span", span.name, error))
                     continue
                 if counts := _dropped_counts(span):
                     dropped += (_SPAN, _time(span.start_time_unix_nano), service, scope_name, _name(span.name))
@@ -151,7 +153,7 @@ def encode_logs(request: ExportLogsServiceRequest) -> Rows:
                     count += 1
                 except _UnstorableError as error:
                     del out[start:]
-                    refusals.append(f"log record {record.event_name!r}: {error}")
+                    refusals.append(_refusal("log record", record.event_name, error))
                     continue
                 if record.dropped_attributes_count:
                     dropped += (_LOG, _record_time(record), service, _name(scope_logs.scope.name), _name(record.event_name))
@@ -174,12 +176,12 @@ def _unstorable(span: Span) -> str:
         for link in span.links:
             _id(link.span_id, 8)
     except _UnstorableError as error:
-        return _refusal(span, error)
+        return _refusal("span", span.name, error)
     return ""
 
 
-def _refusal(span: Span, error: _UnstorableError) -> str:
-    return f"span {span.name!r}: {error}"
+def _refusal(kind: str, name: str, error: _UnstorableError) -> str:
+    return f"{kind} {name[:_REASON_CHARACTERS]!r}: {error}"
 
 
 def _span(out: list[bytes], span: Span, service: bytes, resource: bytes, scope: bytes) -> None:
@@ -299,7 +301,7 @@ def _id(raw: bytes, size: int) -> bytes:
     if len(raw) == size:
         return varint(2 * size) + raw.hex().encode() if any(raw) else _EMPTY
     if raw:
-        raise _UnstorableError(f"id {raw.hex()} has {len(raw)} bytes, {size} are right")
+        raise _UnstorableError(f"id {raw[:_REASON_BYTES].hex()} has {len(raw)} bytes, {size} are right")
     return _EMPTY
 
 

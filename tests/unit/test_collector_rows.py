@@ -182,6 +182,20 @@ def test_encode_traces_unstorable_span_is_rejected_alone(bad: Span, reason: str)
     assert (rows.rejected, rows.reason) == (1, reason)
 
 
+@pytest.mark.parametrize("bad", [Span(name="x" * 10**6, trace_id=b"\1"), Span(name="bad", trace_id=bytes(10**6))], ids=["name", "id"])
+def test_encode_traces_reason_of_huge_span_is_short(bad: Span) -> None:
+    rows, (reason,) = encode_traces(request(bad)), unstorable(request(bad))
+
+    assert rows.reason == reason
+    assert len(reason) < 500
+
+
+def test_encode_logs_reason_of_huge_record_is_short() -> None:
+    logs = ResourceLogs(scope_logs=[ScopeLogs(log_records=[LogRecord(event_name="x" * 10**6, span_id=b"\1")])])
+
+    assert len(encode_logs(ExportLogsServiceRequest(resource_logs=[logs])).reason) < 500
+
+
 IDS = st.sampled_from([b"", bytes(8), bytes(16), bytes(range(8)), bytes(range(16)), b"\x01"])
 TIMES = st.sampled_from([0, 2**63 - 1, 2**63, 2**64 - 1])
 ANY_SPANS = st.builds(
