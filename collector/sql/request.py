@@ -5,6 +5,7 @@ Invariant: rows are never read as SQL, nor SQL as rows: only the head of an INSE
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ def read_statement(
         files: of a form, by name: tables that the statement may read.
 
     Raises:
-        BadRequestError: the statement is empty or not UTF-8, the name of a setting is invalid, or a file has no structure.
+        BadRequestError: the statement is empty or not UTF-8, the name of a setting or the session's timeout is invalid, or a file has no
+            structure.
         TooLargeError: the statement has more than MAX_TEXT bytes of text.
     """
     tables, parameters = take_tables(files or {}, parameters)
@@ -109,10 +111,7 @@ def read_statement(
     sql, rows, given_format = _split(parameters.get("query", "").encode(errors="surrogateescape"), body)
     if not sql.strip():
         raise BadRequestError(62, "Empty query.", "SYNTAX_ERROR")
-    try:
-        session_seconds = float(parameters.get("session_timeout", DEFAULT_SESSION_SECONDS))
-    except ValueError:
-        raise BadRequestError(374, "session_timeout is not a number.", "INVALID_SESSION_TIMEOUT") from None
+    session_seconds = _seconds(parameters.get("session_timeout", DEFAULT_SESSION_SECONDS))
     return Statement(
         sql=sql,
         rows=rows,
@@ -138,6 +137,16 @@ def _split(query: bytes, body: bytes) -> tuple[str, bytes | None, str]:
         raise TooLargeError(f"the statement has more than {MAX_TEXT} bytes of text; send rows by INSERT ... FORMAT")
     sql = _decode(text + b"\n" + rest if rest else text)
     return sql, None, find_answer_clause(sql).format
+
+
+def _seconds(session_timeout: str | float) -> float:
+    try:
+        seconds = float(session_timeout)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequestError(374, f"session_timeout is {session_timeout!r:.100}, and not a number of seconds.", "INVALID_SESSION_TIMEOUT")
+    return seconds
 
 
 def _decode(sql: bytes) -> str:
