@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from collector.encodings import TooLargeError, allow, decompress
 from collector.otlp.received import received
@@ -94,7 +95,8 @@ async def read_form(request: web.Request, charge: Charge) -> tuple[dict[str, str
                     fields[part.name or ""] = content.decode(errors="surrogateescape")
                 else:
                     files[part.name or "_data"] = bytes(content)
-    except (ValueError, AssertionError) as error:
+    # The last for the head of a part.
+    except (ValueError, AssertionError, HttpProcessingError) as error:
         if isinstance(error, BadRequestError | TooLargeError):
             raise
         raise BadRequestError(36, f"the form cannot be read: {error}", "BAD_ARGUMENTS") from None

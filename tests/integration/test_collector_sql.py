@@ -369,4 +369,8 @@ def test_sql_broken_multipart_form_is_refused(store: StoreSettings) -> None:
 
     assert ask(store, body[:-10], headers=headers).status in {200, 400}
     assert ask(store, b"nothing", headers=headers).status == 400
+    for head in (b"no field", b"X: " + b"x" * 100_000, b"X: 1\r\n" * 5000):
+        broken = body.replace(b"Content-Disposition", head + b"\r\nContent-Disposition", 1)
+        assert broken != body
+        assert ask(store, broken, headers=headers).code == 36, head[:20]
     assert ask(store, body, headers={**headers, "Content-Encoding": "gzip"}).code == 48
