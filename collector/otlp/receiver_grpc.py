@@ -30,6 +30,9 @@ MAX_READING = 64
 """Most messages that are read at once: each may unpack to MAX_BODY before it is charged to the budget."""
 _READ_SECONDS = BODY_SECONDS + MAX_BODY / BODY_BYTES_A_SECOND
 """Time limit of reading a message: that of the largest one, since gRPC does not report how much has arrived."""
+_LONGEST_MESSAGE = 500
+"""Most characters of the database's error that are passed on: it may quote a whole value, and clients turn metadata beyond 8 KiB, in which
+a message stands twice, into another error, after which they drop the spans."""
 _SERVICES = "/opentelemetry.proto.collector.{0}.v1.{1}Service/Export"
 _Export = Callable[[Any, Any], Awaitable[bytes]]
 
@@ -77,9 +80,10 @@ class GRPCReceiver(grpc.GenericRpcHandler):
             except QueueFullError:
                 await _abort_with_retry(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "the store's queue is full; send again later")
             except EngineRefusedError as error:
+                message = f"not stored: {error}"[:_LONGEST_MESSAGE]
                 if error.of_the_data:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not stored: {error}")
-                await _abort_with_retry(context, grpc.StatusCode.UNAVAILABLE, f"not stored: {error}")
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+                await _abort_with_retry(context, grpc.StatusCode.UNAVAILABLE, message)
             raise AssertionError("context.abort() raises")
 
         return export

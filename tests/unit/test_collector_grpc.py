@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 
 from collector.auth import Guardian
+from collector.database import EngineRefusedError
 from collector.otlp import receiver_grpc
 from collector.otlp.receiver_grpc import GRPCReceiver
 from collector.write.ingest import Ingest, Inserter, Refused
@@ -26,10 +27,14 @@ BODY = ExportTraceServiceRequest().SerializeToString()
 RETRY = (grpc.StatusCode.RESOURCE_EXHAUSTED, 1)
 
 
+def accept(bodies: Sequence[Any]) -> list[Refused]:
+    return [Refused()] * len(bodies)
+
+
 @asynccontextmanager
-async def served() -> AsyncGenerator[str]:
+async def served(commit: Callable[[Sequence[Any]], list[Refused]] = accept) -> AsyncGenerator[str]:
     """A receiver that stores nothing; gives its address."""
-    ingest = Ingest(*(Inserter(name, lambda bodies: [Refused()] * len(bodies), 0) for name in ("traces", "logs")), 2**20)
+    ingest = Ingest(*(Inserter(name, commit, 0) for name in ("traces", "logs")), 2**20)
     address = f"127.0.0.1:{free_ports(1)[0]}"
     server = GRPCReceiver(ingest, Guardian("write-secret")).server(address)
     await server.start()
@@ -117,3 +122,12 @@ async def test_grpc_call_without_message_answers_invalid_argument() -> None:
 
     async with served() as address, sender(address) as channel:
         assert await refusal(channel.stream_unary(EXPORT)(none(), metadata=WRITER)) == (grpc.StatusCode.INVALID_ARGUMENT, 0)
+
+
+@pytest.mark.parametrize(("code", "refused"), [(241, (grpc.StatusCode.UNAVAILABLE, 1)), (27, (grpc.StatusCode.INVALID_ARGUMENT, 0))])
+async def test_grpc_error_that_quotes_a_long_value_keeps_status(code: int, refused: tuple[grpc.StatusCode, int]) -> None:
+    def fail(_: Sequence[Any]) -> list[Refused]:
+        raise EngineRefusedError(f"Code: {code}. DB::Exception: cannot parse {'é' * 100_000}", code)
+
+    async with served(fail) as address, sender(address) as channel:
+        assert await answered(channel) == refused
