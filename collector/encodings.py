@@ -107,13 +107,11 @@ class Packer:
             case "lz4":
                 packer = lz4.frame.LZ4FrameCompressor()
                 self._begin = packer.begin()
-                self._pack, self._finish = packer.compress, packer.flush
             case "zstd":
                 packer = zstd.ZstdCompressor(level=1)
-                self._pack, self._finish = packer.compress, packer.flush
             case _:
                 packer = zlib.compressobj(1, wbits=(16 if encoding == "gzip" else 0) + zlib.MAX_WBITS)
-                self._pack, self._finish = packer.compress, packer.flush
+        self._pack, self._finish = packer.compress, packer.flush
 
     def pack(self, piece: bytes) -> bytes:
         """Return the packed output for the next piece."""

@@ -103,5 +103,5 @@ def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _base64(key: str, hexadecimal: str) -> str:
     try:
         return b64encode(binascii.unhexlify(hexadecimal)).decode()
-    except (binascii.Error, ValueError):
+    except ValueError:
         raise UndecodableError(f"{key} {hexadecimal[:64]!r} is not hexadecimal") from None

@@ -70,7 +70,7 @@ def trace_body(request: ExportTraceServiceRequest, wire: bytes) -> TraceBody:
     return TraceBody(lambda: wire, len(wire), spans, refused, None if _has_empty_list(wire) else _places(request, wire))
 
 
-def protobuf_list(bodies: Sequence[TraceBody], first: int = 0) -> Iterator[bytes]:
+def protobuf_list(bodies: Sequence[TraceBody], first: int) -> Iterator[bytes]:
     """Yield the ResourceSpans of bodies, numbered from `first`, each with its resource as texts, in the envelope of FORMAT ProtobufList.
 
     They come in pieces: as one, they would need newly allocated memory.

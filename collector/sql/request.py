@@ -47,7 +47,8 @@ _HEAD_BYTES = 1 << 16
 MAX_TEXT = 64 * 2**20
 """Most bytes of a statement's text, which is read several times; rows behind INSERT ... FORMAT are not text."""
 _ANSWERING = frozenset({"SELECT", "WITH", "SHOW", "DESCRIBE", "DESC", "EXISTS", "EXPLAIN", "CHECK", "KILL", "VALUES", "FROM", "("})
-_LASTING = frozenset({"SET", "USE"})
+SESSION_WORDS = frozenset({"SET", "USE"})
+"""First words of statements that change nothing but their session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Statement:
     @property
     def leaves_traces(self) -> bool:
         """Return whether it changes the session itself, which therefore can't serve other requests."""
-        return self.first_word in _LASTING or (not self.answers and "TEMPORARY" in self.sql.upper())
+        return self.first_word in SESSION_WORDS or (not self.answers and "TEMPORARY" in self.sql.upper())
 
 
 def read_statement(

@@ -23,7 +23,7 @@ from collector.sql.errors import BadRequestError
 from collector.sql.guard import StatementGuard
 from collector.sql.pipe import Pipe, wake
 from collector.sql.readers import ReaderLimits
-from collector.sql.request import Statement, read_statement
+from collector.sql.request import SESSION_WORDS, Statement, read_statement
 from collector.sql.sessions import SessionPool
 from collector.write.staging import Staging
 from collector.write.write_buffer import WriteBuffer
@@ -37,7 +37,6 @@ _ENGINE_NAMES = """
 SELECT name FROM system.table_functions
 UNION ALL SELECT name FROM system.database_engines
 UNION ALL SELECT name FROM system.table_engines"""
-_SESSION_WORDS = frozenset({"SET", "USE"})
 _TEXT = re.compile(r"'([^'\\]*+)'")
 _PLAIN_ID = re.compile(r"[\w.:-]{1,128}")
 _OF_STAGE = re.compile(rf"\s*INSERT\s+INTO\s+`?{INTERNAL}`?\.", re.IGNORECASE)
@@ -261,7 +260,7 @@ def _check_kind(handle: Handle, statement: Statement, request: QueryRequest) -> 
         raise BadRequestError(_SYNTAX_ERROR, "several statements at once, or one that cannot be read.", "SYNTAX_ERROR")
     # A text that the parser cannot read is refused later by the database, with a helpful message.
     if restricted and not kind.reads_only and (kind.statements or not statement.answers):
-        if request.role is TokenRole.WRITER and readonly != "1" and statement.first_word in _SESSION_WORDS:
+        if request.role is TokenRole.WRITER and readonly != "1" and statement.first_word in SESSION_WORDS:
             return
         raise _read_only(request)
 
