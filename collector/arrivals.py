@@ -1,7 +1,7 @@
-"""Arrivals: who waits for something to arrive in the store is answered when it does, in place of polls.
+"""Arrivals: a request that waits for rows is answered when some are committed, so that clients need not poll.
 
-In: notes of what was committed, from any thread; requests of those that wait. Out: positions. Invariant: a position that was answered
-before an arrival differs from every position after it, in this process and in any other.
+In: what was committed, from any thread; waiting requests. Out: positions. Invariant: a position that was answered before an arrival
+differs from every position after it, in this process and in any other.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def run() -> dashboard.QueryVariable:
 def mode() -> dashboard.QueryVariable:
     """Return the variable for the modes of rollouts."""
     sql = "SELECT DISTINCT Mode FROM spangrad.builds ORDER BY Mode"
-    return some_of("mode", "mode", "What the rollouts are for: train, validate, probe, production.", sql)
+    return some_of("mode", "mode", "What the rollouts are for: train, validate, probe, greedy, trial, production.", sql)
 
 
 def reward() -> dashboard.QueryVariable:

@@ -25,7 +25,7 @@ SEQ: Final = "spangrad.seq"
 PROMPT_NAME: Final = "spangrad.prompt.name"
 """Name of the prompt that the attempt is pinned to, or that the span's code has fetched."""
 PROMPT_VERSION: Final = "spangrad.prompt.version"
-"""Name and version of the prompt that the attempt is pinned to, or that the span's code has fetched."""
+"""Version of the prompt that the attempt is pinned to, or that the span's code has fetched."""
 
 CONTEXT_KEYS: Final = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT, PROMPT_NAME, PROMPT_VERSION)
 """Attributes that baggage carries and every span of an agent repeats."""

@@ -3,9 +3,9 @@
 Invariant: spans that were taken are in the tables or in the journal, at any kill point (they may be in both: law 1); a body that no table
 takes, while the tables take others, becomes a dead letter.
 
-Storing fails for lack of space, or because of a table, and is retried; queries wait for it. A body that alone cannot be stored would block
-all others for good: after a failure bodies are stored in ever smaller parts, and from the third try on one that still fails alone becomes
-a dead letter, if a span that is already stored can be inserted at the same time.
+Storing fails for lack of space, or because of a table, and is retried; until then queries see what the tables hold. A body that alone
+cannot be stored would block all others for good: after a failure bodies are stored in ever smaller parts, and from the third try on one
+that still fails alone becomes a dead letter, if a span that is already stored can be inserted at the same time.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Arrivals:
 
         Args:
             timeout: longest wait, in seconds. 0: return what has arrived.
-            topics: topics to wait for now, of those of the constructor. None: all of them.
+            topics: topics to wait for now, of those of the constructor. Empty: all of them.
 
         Raises:
             StoreError: a statement to a store that is not ours failed.

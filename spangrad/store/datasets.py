@@ -226,7 +226,7 @@ def built_sql(condition: str) -> str:
 
 def roles_sql(condition: str) -> str:
     """Return a subquery with RunId and Role of the newest builds' rewards by role, by a condition over rewards that reads them by key."""
-    rewards, key = f"spangrad_internal.rewards WHERE {condition} AND Role != ''", "RunId, RolloutId, BuildSpec, Revision, Content"
+    rewards, key = f"spangrad_internal.rewards WHERE {condition} AND Role != ''", ", ".join(ROWS_OF)
     newest = newest_sql(where=f"RolloutId IN (SELECT RolloutId FROM {rewards})")
     return f"(SELECT RunId, Role FROM (SELECT DISTINCT {key}, Role FROM {rewards}) WHERE ({key}) IN (SELECT {key} FROM {newest} AS v))"
 
