@@ -7,7 +7,9 @@ from typing import Any
 
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
-from spangrad.store.rollout.reader import read
+from spangrad.store.rollout.reader import read, similar_ids
+from tests.support.built_rollouts import post
+from tests.support.spans import SpanFactory
 
 ROLLOUTS = 20_000
 BUILDS = """
@@ -18,6 +20,13 @@ SPAN = """
 INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, SpanAttributes)
 SELECT now64(9), %(run)s, 'a', 'chat', map('spangrad.rollout.id', concat(%(run)s, '-7'), 'spangrad.run.id', %(run)s)
 """
+
+
+TRACES = """
+INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, SpanAttributes)
+SELECT now64(9), lower(hex(sipHash128(number))), lower(hex(sipHash64(number))), 'chat', map('key', 'value') FROM numbers(20000)
+"""
+"""Statement that adds a span of a service in each of many traces."""
 
 
 class CountingClient:
@@ -41,4 +50,16 @@ def test_read_rollout_without_group_reads_no_builds_of_others(store: StoreSettin
     record: Any = read(client, f"{run}-7", lambda rows: [("llm", "", "") for _ in rows])  # type: ignore[arg-type]
 
     assert [(build.run, build.group, build.group_size) for build in record.builds] == [(run, "", 0)]
+    assert max(client.rows_read) < ROLLOUTS / 4
+
+
+def test_similar_ids_of_unknown_rollout_reads_no_spans_of_others(store: StoreSettings) -> None:
+    client, spans = CountingClient(store), SpanFactory(run="similar")
+    spans.root("similar-1")
+    post(store, spans.otlp())
+    connect(store).command(TRACES)
+
+    sentences = [similar_ids(client, id_, None) for id_ in ("similar-2", "unknown")]  # type: ignore[arg-type]
+
+    assert sentences == ["Did you mean similar-1?", "The newest rollouts are similar-1."]
     assert max(client.rows_read) < ROLLOUTS / 4

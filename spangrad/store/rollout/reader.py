@@ -83,10 +83,20 @@ ORDER BY b.Policy, b.Branch, b.Version
 _COMMITTED = """
 SELECT Policy, Branch, arraySort(groupArray(Version)) FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch
 """
-_NEAR = """
-SELECT RolloutId FROM spangrad.rollout_spans WHERE RolloutId != '' AND ({where}) GROUP BY RolloutId ORDER BY max(IngestedAt) DESC
-LIMIT {most:UInt8}
+_SIMILAR_TRACES = """
+SELECT DISTINCT TraceId FROM (
+    SELECT TraceId FROM spangrad.rollout_traces WHERE startsWith(RolloutId, {start:String})
+    UNION ALL SELECT TraceId FROM spangrad.rollout_traces WHERE TraceId = {id:String}
+    UNION ALL SELECT TraceId FROM otel.otel_traces WHERE SpanId = {id:String} AND length({id:String}) = 16)
+LIMIT 1000
 """
+"""Traces that an id may be meant for, each read by key, but for the id of a span: that column is read whole."""
+_IN_TRACES = """
+SELECT RolloutId FROM spangrad.rollout_spans WHERE RolloutId != '' AND TraceId IN {traces:Array(String)} AND ({where})
+GROUP BY RolloutId ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}
+"""
+_NEWEST = "SELECT RolloutId FROM spangrad.attempts GROUP BY RolloutId ORDER BY max(IngestedAt) DESC LIMIT {most:UInt8}"
+_NEWEST_TRACES = "SELECT TraceId FROM otel.otel_traces ORDER BY Timestamp DESC LIMIT 1000"
 
 Describe = Callable[[Sequence[Mapping[str, Any]]], Iterable[tuple[str, str, str]]]
 """Function from rows of spangrad.rollout_spans to the kind, agent and tool of each span, as the builder's dialects recognise them."""
@@ -171,15 +181,20 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
 def similar_ids(client: Client, id_: str, attempt: int | None) -> str:
     """Return a sentence that suggests ids to use instead of one that the store does not know."""
 
-    def ids(where: str) -> list[str]:
-        parameters = {"id": id_, "start": id_[:6], "most": _NEAREST}
-        return [str(row[0]) for row in client.query(_NEAR.replace("{where}", where), parameters=parameters).result_rows]
+    def values(sql: str, **parameters: Any) -> list[str]:
+        parameters |= {"id": id_, "start": id_[:6], "most": _NEAREST}
+        return [str(row[0]) for row in client.query(sql, parameters=parameters).result_rows]
 
-    if attempt is not None and ids(_OF_ROLLOUT):
+    def ids(traces: str, where: str = "true") -> list[str]:
+        """Return rollouts of the traces of a query: the view's own join would read every trace of the store."""
+        known = values(traces)
+        return values(_IN_TRACES.replace("{where}", where), traces=known) if known else []
+
+    if attempt is not None and ids(f"SELECT TraceId FROM spangrad.rollout_traces WHERE {_OF_ROLLOUT} LIMIT 1000", _OF_ROLLOUT):
         return "Leave --attempt out to see those that it had."
-    if similar := ids("startsWith(RolloutId, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
+    if similar := ids(_SIMILAR_TRACES, "startsWith(RolloutId, {start:String}) OR TraceId = {id:String} OR SpanId = {id:String}"):
         return f"Did you mean {' or '.join(similar)}?"
-    newest = ids("RolloutKeySource = 'rollout' AND SpanName = 'rollout'") or ids("true")
+    newest = values(_NEWEST) or ids(_NEWEST_TRACES)
     return f"The newest rollouts are {', '.join(newest)}." if newest else "It holds no rollouts at all: is store.url the right one?"
 
 
