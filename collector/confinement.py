@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """System calls, the same on every architecture that has them."""
-_VERSION_ASKED, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
+_ONLY_VERSION, _PATH_BENEATH, _NO_NEW_PRIVILEGES = 1, 1, 38
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIRECTORY, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _EXECUTE | _READ_FILE | _READ_DIRECTORY
@@ -52,7 +52,7 @@ def confine(directory: Path) -> bool:
     """
     _forget_secrets()
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_ASKED)
+    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ONLY_VERSION)
     if version < min(_SINCE):
         logger.warning(
             "this kernel has no Landlock (Linux 5.19 and later, where it is not switched off): that statements read no files of this "

@@ -17,7 +17,6 @@ _FORM = re.compile(
     r"|final|use_query_cache|optimize_\w+|allow_experimental_analyzer|enable_analyzer|prefer_column_name_to_alias|cast_keep_nullable"
     r"|aggregate_functions_null_for_empty|union_default_mode|transform_null_in|group_by_use_nulls|max_result_bytes|max_rows_to_read|max_bytes_to_read|use_client_time_zone"
 )
-_NEVER = frozenset({"readonly", "profile"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ReaderLimits:
     max_seconds: int
     """Longest execution time, in seconds."""
 
-    def settings(self, asked: Mapping[str, str]) -> dict[str, str]:
+    def settings(self, requested: Mapping[str, str]) -> dict[str, str]:
         """Return the settings to run with: those asked for, within the limits. A wider limit than the store's becomes the store's.
 
         Raises:
@@ -37,20 +36,20 @@ class ReaderLimits:
         """
         limits = {"max_result_rows": self.max_rows, "max_execution_time": self.max_seconds}
         taken = {key: str(limit) for key, limit in limits.items()} | {"result_overflow_mode": "throw", "timeout_overflow_mode": "throw"}
-        for key, value in asked.items():
+        for key, value in requested.items():
             if key in limits:
                 taken[key] = _narrower(value, limits[key])
             elif taken.get(key) == value:
                 continue
-            elif key in _NEVER or not _FORM.fullmatch(key):
+            elif not _FORM.fullmatch(key):
                 raise BadRequestError(164, f"Cannot modify '{key}' setting: the token is for reading.", "READONLY")
             else:
                 taken[key] = value
         return taken
 
 
-def _narrower(asked: str, limit: int) -> str:
+def _narrower(requested: str, limit: int) -> str:
     try:
-        return asked if 0 < float(asked) < limit else str(limit)
+        return requested if 0 < float(requested) < limit else str(limit)
     except ValueError:
         return str(limit)

@@ -70,7 +70,7 @@ class Arrivals:
         self._topics = tuple(dict.fromkeys(topics))
         self._poll_seconds = poll_seconds
         self._positions: dict[Topic, object] = {}
-        self._asked_at = self._arrived_at = float("-inf")
+        self._checked_at = self._arrived_at = float("-inf")
         self.by_events = True
         """False: the store is not ours, and is polled."""
 
@@ -95,10 +95,10 @@ class Arrivals:
                 positions = self._poll(topics or self._topics)
             new = frozenset(topic for topic, position in positions.items() if position != self._positions.get(topic))
             self._positions |= positions
-            self._asked_at = time.monotonic()
+            self._checked_at = time.monotonic()
             if new:
-                self._arrived_at = self._asked_at
-            if new or self._asked_at >= end:
+                self._arrived_at = self._checked_at
+            if new or self._checked_at >= end:
                 return new
             if not self.by_events:
                 time.sleep(max(0.0, min(self._poll_seconds, end - time.monotonic())))
@@ -109,7 +109,7 @@ class Arrivals:
         Raises:
             StoreError: a statement to a store that is not ours failed.
         """
-        if time.monotonic() - self._asked_at > _JUST_BEFORE_SECONDS:
+        if time.monotonic() - self._checked_at > _JUST_BEFORE_SECONDS:
             self.wait(0)
         return time.monotonic() - self._arrived_at < seconds
 

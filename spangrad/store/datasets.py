@@ -141,7 +141,7 @@ def _since(before: Dataset | None, settings: Mapping[str, Any]) -> str:
     parts = [f"as of {is_at}"] if is_at and is_at != was_at else []
     if before is None:
         return "; ".join([*parts, "the first"])
-    now, then = (dict(_flat({name: value for name, value in one.items() if name != "as_of"})) for one in (settings, before.settings))
+    now, then = (dict(_flat({key: value for key, value in each.items() if key != "as_of"})) for each in (settings, before.settings))
     changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
     differences = ", ".join(f"{key} = {_short(now.get(key))} (was {_short(then.get(key))})" for key in changed)
     parts += [f"from all spans, not as of {was_at}"] if was_at and not is_at else []

@@ -176,7 +176,7 @@ class Build:
     @property
     def drops(self) -> Counter[tuple[str, str]]:
         """Number of drops by reason and detail."""
-        return Counter((one.reason, one.detail) for one in self.conclusions if one.reason)
+        return Counter((drop.reason, drop.detail) for drop in self.conclusions if drop.reason)
 
 
 @dataclass(frozen=True, slots=True)
