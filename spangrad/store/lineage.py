@@ -25,8 +25,9 @@ SELECT BatchId, uniqExact(Mode, GroupId), uniqExact(RunId, RolloutId, Attempt)
 FROM spangrad.batches WHERE Policy = {policy:String} GROUP BY BatchId
 """
 _ROLLOUTS = """
-SELECT RunId, Mode, GroupId, RolloutId, Attempt, Revision
-FROM spangrad.batches WHERE Policy = {policy:String} AND BatchId = {batch:String} ORDER BY Mode, GroupId, RolloutId, Attempt
+SELECT RunId, Mode, GroupId, RolloutId, Attempt, Revision FROM spangrad.batches
+WHERE Policy = {policy:String} AND Branch = {branch:String} AND Version = {version:UInt64} AND BatchId = {batch:String}
+ORDER BY Mode, GroupId, RolloutId, Attempt
 """
 _SPANS = """
 SELECT GroupId, RolloutId, Attempt, TraceId, SpanId, CallId, TransitionId
@@ -268,12 +269,13 @@ def _with_batch(client: Client, policy: str, version: Ancestor, sizes: Mapping[s
 
 def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRolloutRow]:
     spans: dict[tuple[str, str, int], list[TrainedSpan]] = {}
+    key = {"policy": policy, "branch": version.branch, "version": version.version}
     trained = _trained_calls(client, [(policy, version.branch, version.version)]).get(version.batch)
-    for group, rollout, attempt, *names in _rows(client, _SPANS, policy=policy, branch=version.branch, version=version.version):
+    for group, rollout, attempt, *names in _rows(client, _SPANS, **key):
         span = TrainedSpan(*names)
         if trained is None or span.call in trained:
             spans.setdefault((group, rollout, attempt), []).append(span)
-    rows = _rows(client, _ROLLOUTS, policy=policy, batch=version.batch)
+    rows = _rows(client, _ROLLOUTS, **key, batch=version.batch)
     return [BatchRolloutRow(*row, spans=spans.get((row[2], row[3], row[4]), [])) for row in rows]
 
 
