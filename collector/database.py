@@ -114,8 +114,8 @@ class Handle:
         except RuntimeError as error:
             raise _refused(error) from None
         except TypeError:
-            # From a form's field or a header, whose bytes are not checked before.
-            raise EngineRefusedError("Code: 36. DB::Exception: the database or a setting is not UTF-8. (BAD_ARGUMENTS)", 36) from None
+            # From a header, whose bytes are not checked before.
+            raise EngineRefusedError("Code: 36. DB::Exception: the database is not UTF-8. (BAD_ARGUMENTS)", 36) from None
         return QueryAnswer(result.bytes() or b"", result.rows_read(), result.bytes_read(), result.rows_written())
 
     def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> QueryAnswer:

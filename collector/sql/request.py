@@ -38,6 +38,8 @@ NOT_SETTINGS = frozenset(
 DEFAULT_SESSION_SECONDS = 60.0
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Matches a byte of a form's field that is no UTF-8."""
 _INSERT_HEAD = re.compile(
     rf"(?P<head>{HEAD})(?<!\w)FORMAT\s+(?!VALUES\b)(?P<format>\w+)[ \t]*\r?\n?",
     re.IGNORECASE | re.DOTALL,
@@ -100,8 +102,8 @@ def read_statement(
         files: of a form, by name: tables that the statement may read.
 
     Raises:
-        BadRequestError: the statement is empty or not UTF-8, the name of a setting or the session's timeout is invalid, or a file has no
-            structure.
+        BadRequestError: the statement is empty, it or a parameter is not UTF-8, the name of a setting or the session's timeout is invalid,
+            or a file has no structure.
         TooLargeError: the statement has more than MAX_TEXT bytes of text.
     """
     tables, parameters = take_tables(files or {}, parameters)
@@ -109,6 +111,9 @@ def read_statement(
     for key in settings:
         if not _NAME.fullmatch(key):
             raise BadRequestError(115, f"{key!r} is not the name of a setting.", "UNKNOWN_SETTING")
+    for key, value in parameters.items():
+        if key != "query" and _SURROGATE.search(key + value):
+            raise BadRequestError(36, f"parameter {key!r} is not UTF-8.", "BAD_ARGUMENTS")
     sql, rows, given_format = _split(parameters.get("query", "").encode(errors="surrogateescape"), body)
     if not sql.strip():
         raise BadRequestError(62, "Empty query.", "SYNTAX_ERROR")

@@ -97,6 +97,9 @@ def test_sql_text_of_invalid_utf8_is_refused(store: StoreSettings) -> None:
     body, headers = form(query=(None, b"SELECT 1"), session_timezone=(None, b"\xff"))
 
     assert ask(store, body, headers=headers).code == 36
+    body, headers = form(query=(None, b"SELECT {x:String}"), param_x=(None, b"\xff"))
+    assert ask(store, body, headers=headers).code == 36
+    assert ask(store, body.replace(b"param_x", b"param_\xff"), headers=headers).code == 36
     assert ask(store, "SELECT 1", headers={"X-ClickHouse-Database": "\xff"}).code == 36
 
 
