@@ -180,6 +180,14 @@ def test_bypass_mode_loss_applies_correction(tiny_model: Path):
     assert among["loss"] == pytest.approx(alone["loss"], abs=1e-6), "micro-batches of no-op rows add nothing"
 
 
+def test_bypass_mode_normalised_weights_do_not_depend_on_micro_batches(tiny_model: Path):
+    correction = Correction(weights="token", normalise=True, objective="reinforce")
+    whole = trainer_settings(loss__name="bypass_mode", correction=correction)
+    split = trainer_settings(loss__name="bypass_mode", correction=correction, max_tokens_per_device=30)
+    assert loss_here(tiny_model, whole) == pytest.approx(loss_by_verl(tiny_model, whole), abs=2e-6)
+    assert loss_here(tiny_model, split) == pytest.approx(loss_by_verl(tiny_model, whole), abs=2e-6)
+
+
 def test_logprob_alarm_precedes_correction(tiny_model: Path):
     rows, worth = sampled(tiny_model)
     current = layout(separate(sampled_by(rows, 0), worth), lineage=[0])

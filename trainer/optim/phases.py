@@ -25,7 +25,7 @@ from trainer.data.batch import Batch, TokenValues, split, take
 from trainer.monitor.row_check import RowCheck, blame_gradient
 from trainer.optim.losses.corrected import correct, correction_metrics
 from trainer.optim.losses.reshaped import corrected as reshaped_corrected
-from trainer.optim.losses.rollout_losses import by_rollout, needs_logprobs, several_rows
+from trainer.optim.losses.rollout_losses import by_rollout, needs_logprobs, normalises_weights, several_rows
 from trainer.optim.workers import LocalWorkers, PassKind
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ class StepPhases:
         self.batch = batch
 
     def _by_rollout(self, part: Batch) -> tuple[Batch, dict[str, float]]:
-        """Return a step's part, prepared where a rollout has several rows, and metrics of a correction."""
-        if not several_rows(part):
+        """Return a step's part, prepared where a rollout has several rows or weights are normalised, and metrics of a correction."""
+        if not several_rows(part) and not normalises_weights(self._settings):
             return part, {}
         logprobs: NDArray[np.float32] | None = None
         if needs_logprobs(self._settings):

@@ -35,17 +35,23 @@ def several_rows(batch: Batch) -> bool:
     return len(np.unique(rollouts)) < len(rollouts)
 
 
+def normalises_weights(settings: TrainerSettings) -> bool:
+    """Return whether `bypass_mode` divides weights by their mean: verl takes that of a micro-batch, and here it is that of the step."""
+    correction = settings.loss.correction
+    return settings.loss.name == "bypass_mode" and correction.normalise and bool(correction.weights) and correction.objective == "reinforce"
+
+
 def needs_logprobs(settings: TrainerSettings) -> bool:
-    """Return whether the loss needs logprobs of whole rollouts under the current weights: a forward pass before each step."""
+    """Return whether the loss needs logprobs of all rows under the current weights: a forward pass before each step."""
     if settings.loss.name == "bypass_mode":
         correction = settings.loss.correction
         whole = correction.weights == "sequence" or any(name.startswith("seq") for name in correction.reject)
-        return whole or settings.loss.aggregation == _MEAN
+        return whole or settings.loss.aggregation == _MEAN or normalises_weights(settings)
     return settings.loss.name in {"gspo", "geo_mean"}
 
 
 def by_rollout(batch: Batch, settings: TrainerSettings, logprobs: NDArray[np.float32] | None = None) -> tuple[Batch, dict[str, float]]:
-    """Prepare a batch in which a rollout has several rows for an optimizer step.
+    """Prepare a batch for an optimizer step, where a rollout has several rows or weights are normalised.
 
     Args:
         batch: the rows of the step.
