@@ -165,6 +165,19 @@ def test_sender_wrong_token_or_request_is_refused(sender: WeightsSender, source:
         assert ask(sender, "/elsewhere", ASKED) == (409, "there is no /elsewhere.")
 
 
+def test_sender_whose_rank_does_not_end_a_transfer_reports_no_bytes(sender: WeightsSender, source: WeightSource):
+    with sender.offering(source):
+        fetched(ask(sender, "/transfers", ASKED)[1]["update"])
+    assert sender.sent["full"] > 0
+    with (
+        closing(RankSender(lambda: whole_parts(WEIGHTS), no_files, "127.0.0.1")) as rank,
+        sender.offering(WeightSource(lambda: iter(()), lambda: [rank.address])),
+    ):
+        ask(sender, "/transfers", ASKED)
+        rank.close()
+    assert sender.sent == {}, "not those of the transfer before"
+
+
 def test_sender_nccl_without_gpu_is_refused_with_remedy(sender: WeightsSender, source: WeightSource, monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Offer:
-    """Weights of one version, of which each way takes what it needs at the first request."""
+    """Weights of one version; whole parameters are read at the first request over NCCL, the ranks' parts at the first over HTTP."""
 
     def __init__(self, source: WeightSource, ranks: RanksOffer) -> None:
         self._source = source
@@ -57,7 +57,7 @@ class WeightsSender:
         """
         self.token = secrets.token_urlsafe(24)
         self.sent: Mapping[str, int] = {}
-        """Bytes that were sent over HTTP for the last version, as words (`full`) and as differences (`delta`)."""
+        """Bytes that were sent over HTTP for the last version, as words (`full`) and as differences (`delta`). Empty: not known."""
         self._offer: _Offer | None = None
         self._nccl = NcclSender()
         sync = settings.weight_sync
@@ -80,6 +80,7 @@ class WeightsSender:
     def offering(self, source: WeightSource) -> Generator[Mapping[str, str]]:
         """Offer these weights to the engines that the gateway names, until the block ends; yield URL and token for the gateway."""
         offer = self._offer = _Offer(source, RanksOffer(source.ranks, delta=self._delta, directory=source.directory))
+        self.sent = {}
         try:
             yield {"url": self.url, "token": self.token}
         finally:
