@@ -187,9 +187,9 @@ def test_read_examples_invalid_files_raise(policy: Path, tmp_path: Path):
 
 def test_read_examples_parquet_and_directories_equal_json_lines(policy: Path, tmp_path: Path):
     rows = [{"messages": [USER, RIGHT], **meta("r1")}, {"messages": [USER, {"role": "assistant", "content": None}, RIGHT], **meta("r2")}]
-    shards = tmp_path / "hub" / "data"
+    shards = tmp_path / "hub" / "train.parquet"  # a directory, as Spark writes it
     shards.mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows), shards / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), shards / "part-0.parquet")
     examples, lines = read(policy, tmp_path / "hub"), read(policy, write_rows(tmp_path / "rows.jsonl", rows))
     assert trained(examples) == trained(lines)
     assert [one.origins for one in examples.trained] == [one.origins for one in lines.trained]

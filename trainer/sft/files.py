@@ -98,7 +98,7 @@ def find_sources(paths: Sequence[Path]) -> list[ExampleFile]:
     for path in paths:
         if not path.exists():
             raise TrainerError(f"there is no file {path}. Write one with `spangrad export`.")
-        files = sorted(file for file in path.rglob("*") if file.suffix in _KINDS) if path.is_dir() else [path]
+        files = sorted(file for file in path.rglob("*") if file.suffix in _KINDS and file.is_file()) if path.is_dir() else [path]
         if not files:
             raise TrainerError(f"the directory {path} holds no file named *.jsonl or *.parquet. Name the files themselves.")
         sources += [_source(file) for file in files]
