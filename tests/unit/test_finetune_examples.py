@@ -84,6 +84,7 @@ def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path,
         {"input": {"messages": [USER]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]},
         {"chosen": [USER, RIGHT], "rejected": [USER, WRONG]},
         {**texts, **ids, "meta": {side: meta(side, tokenizers=["another"])["meta"] for side in ("chosen", "rejected")}},
+        {**texts, "prompt_ids": ids["prompt_ids"]},
     ]
     examples = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo")
     rendered = [([*ASKED, 9, 11, 2], [0] * 7 + [1] * 3), ([*ASKED, 10, 11, 2], [0] * 7 + [1] * 3)]
@@ -94,8 +95,9 @@ def test_read_examples_each_form_of_dpo_pair_gives_token_sequences(policy: Path,
         rendered,
         rendered,
         rendered,  # ids of another tokenizer are no ids of this policy
+        rendered,  # a prompt's ids are no pair's
     ]
-    assert (examples.with_ids, examples.rendered, dict(examples.left_out)) == (1, 5, {})
+    assert (examples.with_ids, examples.rendered, dict(examples.left_out)) == (1, 6, {})
     assert [one.rollout_id for one in examples.trained[5].origins] == ["chosen", "rejected"]
 
 
@@ -150,10 +152,11 @@ def test_read_examples_invalid_pairs_are_left_out(policy: Path, tmp_path: Path):
         {**row, "rejected": []},
         {**row, "rejected": "clock"},
         {"messages": [USER, RIGHT]},
+        {"prompt_ids": [3], "chosen_ids": [4], "rejected_ids": [5]},
         {"prompt_ids": [3], "chosen_ids": [4] * 13, "chosen_mask": [1] * 13, "rejected_ids": [5] * 13, "rejected_mask": [1] * 13},
     ]
     examples = read(policy, write_rows(tmp_path / "pairs.jsonl", rows), "dpo", device=27)
-    assert dict(examples.left_out) == {"chosen_is_rejected": 1, "no_reply": 1, "unknown_columns": 2, "too_long": 1}
+    assert dict(examples.left_out) == {"chosen_is_rejected": 1, "no_reply": 1, "unknown_columns": 3, "too_long": 1}
     assert len(examples.trained) == 1
 
 

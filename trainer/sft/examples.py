@@ -208,6 +208,7 @@ def _supervised(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: b
 
 def _pair(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the chosen and rejected sequences of a row, and whether their ids are its own."""
+    has_ids = False
     match values:
         case {
             "prompt_ids": list(prompt),
@@ -216,7 +217,7 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -
             "rejected_ids": list(rejected),
             "rejected_mask": list(rejected_mask),
         } if same_tokenizer:
-            before = [0] * len(prompt)
+            before, has_ids = [0] * len(prompt), True
             pair = [TokenSequence([*prompt, *chosen], before + chosen_mask), TokenSequence([*prompt, *rejected], before + rejected_mask)]
         case {"prompt": prompt, "chosen": chosen, "rejected": rejected}:
             pair = [_continuation(prompt, reply, values.get("tools"), renderer) for reply in (chosen, rejected)]
@@ -228,13 +229,13 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -
             )
             both = ((messages[:common_length], messages[common_length:]) for messages in (chosen, rejected))
             pair = [_continuation(prompt, reply, values.get("tools"), renderer) for prompt, reply in both]
-        case {"prompt_ids": _}:
+        case {"prompt_ids": _} if not same_tokenizer:
             raise UnfitRowError("other_tokenizer")
         case _:
             raise UnfitRowError("unknown_columns")
     if pair[0].ids == pair[1].ids:
         raise UnfitRowError("chosen_is_rejected")
-    return [pair], "prompt_ids" in values and same_tokenizer
+    return [pair], has_ids
 
 
 def _require_own(same_tokenizer: bool) -> None:
