@@ -191,6 +191,17 @@ def test_live_view_shows_table_of_last_steps_below_log(monkeypatch: pytest.Monke
     assert len(lines) == 14
 
 
+def test_live_view_of_many_versions_keeps_metrics_of_table_only() -> None:
+    view = LiveView(trainer_settings(), Console(file=io.StringIO(), force_terminal=True, width=140))
+    try:
+        for number in range(1, 101):
+            view.stepped(step(number))
+            view.evaluated(version(number, validate_return=0.5, validate_rollouts=8.0), number)
+        assert len(view._validation) <= 13  # pyright: ignore[reportPrivateUsage]
+    finally:
+        view.close()
+
+
 def test_log_lines_in_terminal_pass_while_prints_are_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass of the model keeps third parties' prints from the terminal, and other threads log meanwhile."""
     terminal, handler = Terminal(), logging.StreamHandler(io.StringIO())

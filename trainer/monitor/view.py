@@ -53,6 +53,7 @@ class LiveView:
         self._settings = settings
         self._steps: deque[CommittedStep] = deque(maxlen=_STEPS_SHOWN)
         self._validation: dict[int, Mapping[str, float]] = {}
+        """Metrics of versions on held-out rollouts, from the oldest one in the table on."""
         self._seconds = {"idle": 0.0, "all": 0.0}
         self._count = 0
         streaming = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
@@ -66,6 +67,8 @@ class LiveView:
     def stepped(self, step: CommittedStep) -> None:
         """Add a row."""
         self._steps.append(step)
+        oldest = self._steps[0].version.version
+        self._validation = {number: metrics for number, metrics in self._validation.items() if number >= oldest}
         self._count += 1
         self._seconds["idle"] += step.seconds_idle
         self._seconds["all"] += step.seconds_whole
