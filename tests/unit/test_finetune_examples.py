@@ -186,6 +186,10 @@ def test_read_examples_invalid_files_raise(policy: Path, tmp_path: Path):
     damaged.write_bytes(damaged.read_bytes()[:-9])
     with pytest.raises(TrainerError, match=r"damaged\.parquet is damaged after row 0"):
         read(policy, damaged)
+    pq.write_table(pa.table({"prompt": ["say"], "completion": ["weather"]}), damaged, compression="none", use_dictionary=False)
+    damaged.write_bytes(damaged.read_bytes().replace(b"weather", b"\xffeather"))
+    with pytest.raises(TrainerError, match=r"damaged\.parquet is damaged after row 0 .*'utf-8' codec"):
+        read(policy, damaged)
 
 
 def test_read_examples_parquet_and_directories_equal_json_lines(policy: Path, tmp_path: Path):

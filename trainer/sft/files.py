@@ -146,7 +146,7 @@ def _parquet(source: ExampleFile) -> Iterator[FileRow]:
                 for values in part.to_pylist():
                     number += 1
                     yield FileRow(source, number, _without_nulls(values))
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, ValueError, OSError) as error:  # a text that is no UTF-8 is a ValueError
         raise TrainerError(f"{source.path} is damaged after row {number} ({error}). Write it again.") from error
 
 
