@@ -68,7 +68,7 @@ def own_parts(module: Any, settings: TrainerSettings) -> Iterator[WeightPart]:
     elif settings.lora.rank:  # verl would merge them too, in bfloat16
         tensors = _merged(state, settings.lora.alpha / settings.lora.rank)
     else:
-        tensors = ((name, _own_rows(name, value)) for name, value in _renamed(state, module).items())
+        tensors = ((name, _own_rows(name, value)) for name, value in state.items())
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     kind = kind_of(module)
     for name, rows in tensors:
@@ -94,10 +94,9 @@ def held_parts(module: Any, names: Container[str]) -> Iterator[WeightPart]:
         SettingsError: a tensor is sharded along another dimension.
     """
     tied, kind = getattr(module, "all_tied_weights_keys", None) or {}, kind_of(module)
-    state = {merged_name(name): value for name, value in module.state_dict().items() if name in names}
-    for name, value in _renamed(state, module).items():
-        if name not in tied:
-            yield from _parts(name, _held_rows(name, value)[0], kind)
+    for name, value in module.state_dict().items():
+        if name in names and (in_file := merged_name(name)) not in tied:
+            yield from _parts(in_file, _held_rows(in_file, value)[0], kind)
 
 
 def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
@@ -181,15 +180,6 @@ def _whole(value: Any) -> torch.Tensor:
         return value.detach().float()
     own: Any = value.detach().to(value.device_mesh.device_type)  # a shard that is offloaded is in main memory
     return own.full_tensor().float()
-
-
-def _renamed(state: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
-    """Return tensors by the names that a model's files have, where its class names them otherwise in memory."""
-    if not hasattr(module, "_checkpoint_conversion_mapping"):
-        return state
-    from verl.utils.model import convert_weight_keys
-
-    return convert_weight_keys(dict(state), module)
 
 
 def _parts(name: str, rows: _Rows, kind: str | None) -> Iterator[WeightPart]:
