@@ -71,7 +71,7 @@ class EarlierWeights:
         """Make an engine compute with the weights of an earlier version, then with its own again.
 
         Args:
-            engine: verl's, of this rank; no gradients may wait in it.
+            engine: verl's, of this rank; gradients that wait in it stay.
             behind: number of versions back; 1 is the previous one.
         """
         current = take(engine, moments=False).weights
