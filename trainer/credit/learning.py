@@ -184,6 +184,13 @@ def by_token(settings: TrainerSettings) -> bool:
     return ESTIMATORS[settings.credit.estimator].by_token
 
 
+def clip_range(settings: TrainerSettings) -> tuple[float, float]:
+    """Return how far a ratio may lie below 1, and above it, before a loss clips it."""
+    loss = settings.loss
+    low, high = (loss.clip_ratio if bound is None else bound for bound in (loss.clip_ratio_low, loss.clip_ratio_high))
+    return low, high
+
+
 def merges(settings: TrainerSettings) -> bool:
     """Return whether calls whose prompts extend each other are trained as one sequence (trainer.merge).
 

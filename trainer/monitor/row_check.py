@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError
 from spangrad.settings import TrainerSettings
+from trainer.credit.learning import clip_range
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
 from trainer.monitor.logprob_check import Dtype, LogprobLimits
@@ -31,8 +32,7 @@ class RowCheck:
     def __init__(self, settings: TrainerSettings, engine: Dtype, trainer: Dtype) -> None:
         self._alarm = settings.alarms.logprob
         self._limits = logprob_check.limits_of(settings.alarms.logprob, engine, trainer)
-        low, high = settings.loss.clip_ratio_low, settings.loss.clip_ratio_high
-        self._clip = (settings.loss.clip_ratio if low is None else low, settings.loss.clip_ratio if high is None else high)
+        self._clip = clip_range(settings)
 
     def require_recorded(self, batch: Batch) -> None:
         """Check the logprobs that the engine recorded, before anything is computed from them.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spangrad.settings import TrainerSettings
-from trainer.credit.learning import SCALE
+from trainer.credit.learning import SCALE, clip_range
 from trainer.data.batch import Batch
 from trainer.optim.losses.policy_loss import policy_loss
 from trainer.optim.losses.rollout_tokens import RolloutTokens
@@ -43,7 +43,7 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
     scale = options.pop(SCALE, None)
     of_actor = {name: options.pop(name) for name in ("clip_ratio_c", "tau_pos", "tau_neg") if name in options}
     correction = RolloutCorrectionConfig(**correction_of(settings), bypass_mode=True, loss_type=settings.loss.correction.objective)
-    low, high = settings.loss.clip_ratio_low, settings.loss.clip_ratio_high
+    low, high = clip_range(settings)
     return FSDPActorConfig(
         strategy="fsdp2",
         rollout_n=1,
@@ -51,8 +51,8 @@ def actor_config(settings: TrainerSettings, optimizer: Any) -> Any:
         ppo_micro_batch_size_per_gpu=1,
         use_dynamic_bsz=True,
         clip_ratio=settings.loss.clip_ratio,
-        clip_ratio_low=settings.loss.clip_ratio if low is None else low,  # verl's own defaults would win over clip_ratio
-        clip_ratio_high=settings.loss.clip_ratio if high is None else high,
+        clip_ratio_low=low,  # verl's own defaults would win over clip_ratio
+        clip_ratio_high=high,
         loss_agg_mode=settings.loss.aggregation,
         loss_scale_factor=scale,
         policy_loss=PolicyLossConfig(

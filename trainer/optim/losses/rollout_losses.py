@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.settings import TrainerSettings
+from trainer.credit.learning import clip_range
 from trainer.data.batch import Batch
 from trainer.optim.losses.corrected import correct
 from trainer.optim.losses.rollout_tokens import RolloutTokens
@@ -111,9 +112,7 @@ def _geo_mean_weights(batch: Batch, tokens: RolloutTokens, settings: TrainerSett
     A row's loss is -A exp(mean over the row of x), with x = log(pi / pi_old) clipped at the token. The rollout's is -A exp(mean over the
     rollout of x), and a row's part of its value, and of its gradient, is the row's share of the tokens.
     """
-    low, high = (
-        settings.loss.clip_ratio if bound is None else bound for bound in (settings.loss.clip_ratio_low, settings.loss.clip_ratio_high)
-    )
+    low, high = clip_range(settings)
     ratio, sign = logprobs - _old(batch), np.sign(batch.advantages)
     clipped = sign * np.minimum(sign * ratio, sign * np.clip(ratio, -low, high))
     factors = np.exp(tokens.means(clipped) - tokens.row_means(clipped)) * tokens.row_shares[tokens.row]
