@@ -42,7 +42,7 @@ class Units:
     groups: NDArray[np.int64]
     """Group number of each unit; units of a group share a baseline."""
     lengths: NDArray[np.int64]
-    """Number of trained tokens of each unit."""
+    """Number of tokens that the policy sampled in each unit, those of masked calls included."""
     named: Mapping[str, NDArray[np.float64]] = field(default_factory=dict[str, NDArray[np.float64]])
     """Raw parts of the values by reward name, where the estimator needs them: weighted, they add up to `values`."""
     greedy: NDArray[np.float64] | None = None
@@ -280,9 +280,9 @@ def _returns(calls: pl.DataFrame) -> pl.DataFrame:
 
 
 def _rollout_advantages(calls: pl.DataFrame, compare: Compare) -> pl.DataFrame:
-    """Return KEY and Advantage of each rollout that has a trained call: its return among those of its group, each counting once."""
-    trained = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
-    rollouts = _returns(calls).join(trained, on=KEY, maintain_order="left")
+    """Return KEY and Advantage of each rollout that has a call of the policy's own: its return among those of its group, counting once."""
+    lengths = calls.filter("Own").group_by(*KEY, maintain_order=True).agg(pl.col("Length").sum())
+    rollouts = _returns(calls).join(lengths, on=KEY, maintain_order="left")
     units = rollouts.drop(*KEY).rename(lambda name: name.replace("Return", "Value", 1))
     return rollouts.select(*KEY).with_columns(compare(rollouts.select(*GROUP), units))
 
@@ -293,15 +293,15 @@ def _spread(calls: pl.DataFrame, rollouts: pl.DataFrame, column: str) -> pl.Seri
 
 
 def _among_calls(calls: pl.DataFrame, values: pl.Series, credit: CreditSettings, compare: Compare) -> pl.Series:
-    """Compare each trained call's value with those at the same turn of its group, or with all of its group (baseline `transition`)."""
+    """Compare the value of each own call with those at the same turn of its group, or with all of its group (baseline `transition`)."""
     groups = calls.select(*GROUP, *(["Turn"] if credit.baseline == "turn" else []))
     return _among_own(calls, groups, values, compare)
 
 
 def _among_own(calls: pl.DataFrame, groups: pl.DataFrame, values: pl.Series, compare: Compare) -> pl.Series:
-    """Compare trained calls with trained calls; the others have 0."""
-    trained = calls["Own"]
-    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(trained)
+    """Compare the policy's own calls with each other; the others have 0."""
+    own = calls["Own"]
+    units = calls.select("Length").with_columns(values.cast(pl.Float64).alias("Value")).filter(own)
     result = np.zeros(len(calls))
-    result[trained.to_numpy()] = compare(groups.filter(trained), units).to_numpy()
+    result[own.to_numpy()] = compare(groups.filter(own), units).to_numpy()
     return pl.Series("Advantage", result)

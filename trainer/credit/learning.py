@@ -40,7 +40,7 @@ class EstimatorFacts:
     scope: Scope
     needs: Need | None = None
     tokens: bool = False
-    """True if the estimator weighs a value by its number of trained tokens."""
+    """True if the estimator weighs a value by its number of sampled tokens."""
     by_name: bool = False
     """True if the estimator needs the rewards of each name separately."""
 

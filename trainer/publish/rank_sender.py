@@ -152,7 +152,7 @@ class RankSender:
         except OSError as error:
             raise SettingsError(
                 f"a rank of the trainer cannot listen at {own}, port {port} ({error}). Set trainer.weight_sync.transfer_port to a port "
-                "that is free with as many after it as a node has ranks, or to 0."
+                "that is free with as many after it as the trainer has ranks, or to 0."
             ) from error
         self.address = RankAddress(self._server.url, token)
 
@@ -165,9 +165,9 @@ def own_address(host: str) -> str:
     """Return the address of this machine on the way to `host`, which is `host` itself if that is an address of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as way:
-            way.connect(address)  # of datagrams: nothing is sent
-            return str(way.getsockname()[0])
+        with socket.socket(family, kind, protocol) as datagrams:
+            datagrams.connect(address)  # sends nothing
+            return str(datagrams.getsockname()[0])
     except OSError as error:
         raise SettingsError(
             f"trainer.weight_sync.transfer_host = {host!r} cannot be reached from a rank of the trainer ({error}). Set the address at "
