@@ -9,6 +9,9 @@ verl and torch are imported when units are first compared.
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,7 +36,6 @@ def estimator(settings: TrainerSettings) -> Normalise:
 def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     import torch
     from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     name = settings.credit.estimator
     lengths = units.lengths if ESTIMATORS[name].tokens else np.ones_like(units.lengths)
@@ -57,7 +59,7 @@ def _call(settings: TrainerSettings, units: Units) -> NDArray[np.float64]:
     if names:
         attention = torch.from_numpy(np.pad(mask, ((0, 0), (1, 0)), constant_values=True).astype(np.int64))
         facts |= {"non_tensor_batch": dict(units.named), "batch": {"prompts": attention[:, :1], "attention_mask": attention}}
-    result, _ = get_adv_estimator_fn(name)(**_accepted(name, facts))
+    result, _ = _estimate(name, facts)
     # One number a unit: rewards lie on last tokens and verl's discount is 1, so that all of a row's tokens have the same.
     return result[:, 0].double().numpy()
 
@@ -78,7 +80,6 @@ def over_tokens(
         prepare_process()
         import torch
         from verl.trainer.config import AlgoConfig
-        from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     links = batch.chains
     assert links is not None
@@ -102,7 +103,7 @@ def over_tokens(
         "config": AlgoConfig(),
         **{name: laid(values[row, column]) for name, values in token_values.items()},
     }
-    outputs = get_adv_estimator_fn(settings.credit.estimator)(**_accepted(settings.credit.estimator, facts))
+    outputs = _estimate(settings.credit.estimator, facts)
     advantages, returns = (np.zeros(batch.logprobs.shape, np.float32) for _ in range(2))
     for spread, output in zip((advantages, returns), outputs, strict=True):
         spread[row, column] = output.numpy()[chain, position]
@@ -111,13 +112,12 @@ def over_tokens(
     return advantages, returns
 
 
-def _accepted(name: str, facts: dict[str, object]) -> dict[str, object]:
-    """Return the facts that the estimator accepts: some of verl's take no `**kwargs`, and no scaling by the standard deviation."""
-    import inspect
-
+def _estimate(name: str, facts: dict[str, object]) -> tuple[Any, Any]:
+    """Return advantages and returns by verl's estimator, called with the facts that it accepts: some take no `**kwargs`."""
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    parameters = inspect.signature(get_adv_estimator_fn(name)).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return facts
-    return {key: value for key, value in facts.items() if key in parameters}
+    function = get_adv_estimator_fn(name)
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        facts = {key: value for key, value in facts.items() if key in parameters}
+    return function(**facts)
