@@ -74,6 +74,31 @@ def test_evaluation_command_failures_are_logged_and_recorded(caplog: pytest.LogC
     assert caplog.messages[2:] == ["trainer.evaluation.command took more than 0.1 s for version 3, and was ended"]
 
 
+def test_evaluation_command_of_another_user_is_recorded_as_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as one that sudo runs, which the trainer may not signal."""
+
+    def killpg(group: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    command = (sys.executable, "-c", "import time; time.sleep(5)")
+    evaluation = EvaluationCommand(EvaluationSettings(every=1, command=command, timeout_seconds=0.1))
+    closed = EvaluationCommand(EvaluationSettings(every=1, command=command))
+    ledger = FakeLedger()
+    with monkeypatch.context() as context:
+        context.setattr(evaluation_command.os, "killpg", killpg)
+        evaluation.start(1)
+        wait_until(lambda: [version.version for version in evaluation.record(ledger)] == [1], 4, "the end of the evaluation")
+        assert not evaluation.wait()
+        closed.start(1)
+        wait_until(lambda: closed._process is not None, 4, "the command")  # pyright: ignore[reportPrivateUsage]
+        closed.close()
+    assert ledger.failed == {1: 1.0}
+    assert caplog.messages.count("trainer.evaluation.command runs as another user, and cannot be ended. End it yourself.") == 2
+    assert closed.wait()
+
+
 def test_evaluation_command_runs_one_at_a_time_for_newest_version(tmp_path: Path) -> None:
     command = (sys.executable, "-c", AWAITING, str(tmp_path), str(tmp_path / "released"))
     evaluation, ledger = EvaluationCommand(EvaluationSettings(every=1, command=command)), FakeLedger()

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
 
 from spangrad.processes import die_with_parent
 from spangrad.settings.trainer_service import EvaluationSettings
@@ -79,13 +78,12 @@ class EvaluationCommand:
         return waits
 
     def close(self) -> None:
-        """End the run under way, and start no other."""
+        """End the run under way, and start no other; one that may not be signalled is left alone."""
         with self._changed:
             self._is_closed, self._next = True, None
             thread, process = self._thread, self._process
-        if process:
-            _end(process)
-        if thread:
+        ended = not process or _end(process)
+        if thread and ended:
             thread.join()
 
     def _run(self) -> None:
@@ -120,8 +118,8 @@ class EvaluationCommand:
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            logger.warning("trainer.evaluation.command took more than %g s for version %d, and was ended", limit, version)
-            _end(process)
+            outcome = ", and was ended" if _end(process) else ""
+            logger.warning("trainer.evaluation.command took more than %g s for version %d%s", limit, version, outcome)
             return True
         finally:
             with self._changed:
@@ -131,14 +129,24 @@ class EvaluationCommand:
         return bool(code)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a command with its group, such as the program of a shell; kill what does not end in time."""
+def _end(process: subprocess.Popen[bytes]) -> bool:
+    """Terminate a command with its group, such as the program of a shell; kill what does not end in time.
+
+    Returns:
+        False: it runs as another user, such as under sudo, and may not be signalled.
+    """
     end = time.monotonic() + _KILL_SECONDS
-    with suppress(ProcessLookupError):  # once nothing is left of the group
+    try:
         os.killpg(process.pid, signal.SIGTERM)
         while time.monotonic() < end:
             process.poll()  # a leader that has ended stays in its group until then
             os.killpg(process.pid, 0)
             time.sleep(_SLICE_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
+    except PermissionError:
+        logger.warning("trainer.evaluation.command runs as another user, and cannot be ended. End it yourself.")
+        return False
+    except ProcessLookupError:  # nothing is left of the group
+        pass
     process.wait()
+    return True
