@@ -273,6 +273,29 @@ def test_entropy_by_default_is_that_of_policy(tiny_model: Path):
         assert "mfu" not in metrics, "a CPU has no peak that is known"
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"loss__name": "vanilla", "clip_ratio": 0.1},
+        {"loss__name": "bypass_mode", "clip_ratio": 0.1, "correction": {"weights": "token", "reject": {"token_k3": "0.02"}}},
+    ],
+    ids=["vanilla", "bypass_mode"],
+)
+def test_means_over_tokens_do_not_depend_on_micro_batches(facts: dict[str, Any], tiny_model: Path):
+    """A micro-batch counts by its tokens, and one of no-op rows not at all."""
+    rows, worth = trajectories(tiny_model)
+    whole = step(tiny_model, trainer_settings(**facts), rows, worth)
+    split = VerlOptimizer(tiny_model, trainer_settings(**facts, max_tokens_per_device=45))
+    metrics = split.step(layout(separate(rows, worth), lineage=[0], divisor=32))
+    names = (
+        ["clip_fraction", "ppo_kl"]
+        if facts["loss__name"] == "vanilla"
+        else ["correction_rejected", "correction_weight_mean", "correction_kl"]
+    )
+    assert [metrics[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-4)
+    assert 0.05 < whole[names[0]] < 0.95
+
+
 @pytest.mark.parametrize("name", ["vanilla", "gspo"])
 def test_clip_low_and_clip_high_sum_to_verl_clip_fraction(name: Any, tiny_model: Path):
     rows, worth = trajectories(tiny_model)

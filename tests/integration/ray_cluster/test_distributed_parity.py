@@ -29,8 +29,10 @@ BASE: dict[str, Any] = {"max_tokens_per_device": 1, "alarms__logprob": NO_ALARM}
 ROWS = 7
 """Odd, so that two ranks need a no-op row."""
 NEAR = {"rel": 1e-3, "abs": 1e-6}
-COMPARED = ("loss", "grad_norm", "advantage_std", "reference_kl", "entropy", "clip_low", "clip_high", "updated")
-"""Metrics that do not depend on the division into micro-batches; `ppo_kl` and `clip_fraction` are means over each."""
+COMPARED = (
+    *("loss", "grad_norm", "advantage_std", "reference_kl", "entropy", "clip_fraction", "clip_low", "clip_high", "ppo_kl", "updated"),
+)
+"""Metrics that do not depend on the division into micro-batches."""
 
 
 QUICK = {"vanilla", "gspo", "grpo", "gae"}

@@ -13,6 +13,11 @@ from spangrad.settings import TrainerSettings
 
 _CLIPPED = {"vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "bypass_mode"}
 """Losses that clip ratios; the others have no `clip_low` and `clip_high`."""
+_OF_TOKENS = (
+    *("actor/pg_clipfrac", "actor/ppo_kl"),
+    *("rollout_corr/rollout_is_mean", "rollout_corr/rollout_rs_masked_fraction", "rollout_corr/kl"),
+)
+"""verl's metrics that are means over the tokens of a micro-batch."""
 
 
 def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -44,11 +49,14 @@ def policy_loss(config: Any, settings: TrainerSettings, model_output: Any, data:
     def aggregated(values: Any) -> Any:
         return agg_loss(loss_mat=values * share, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info)
 
-    def mean(values: Any) -> Any:
+    def part_of_mean(total: Any) -> Any:
         """Return the micro-batch's part of a mean over the batch's tokens; verl averages over ranks, and sums over micro-batches."""
-        total = (values.detach().float() * mask).sum() * data["dp_size"] / data["batch_num_tokens"]
-        return Metric(AggregationType.SUM, total)
+        return Metric(AggregationType.SUM, total * data["dp_size"] / data["batch_num_tokens"])
 
+    def mean(values: Any) -> Any:
+        return part_of_mean((values.detach().float() * mask).sum())
+
+    metrics |= {name: part_of_mean(mask.sum() * float(metrics[name].aggregate())) for name in _OF_TOKENS if name in metrics}
     if settings.loss.entropy_coef:
         loss = loss - settings.loss.entropy_coef * aggregated(no_padding_2_padding(entropy, data))
     if settings.loss.kl_coef:
