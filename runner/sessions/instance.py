@@ -174,7 +174,8 @@ class SessionInstance:
         try:
             played = await self._played_step(action, traced=span is not None)
             result = played.result
-            payload = observation_message(result, {**result.info, **played.metadata})
+            info = {name: value for name, value in result.info.items() if name != CONTENT}  # clients show that to the model
+            payload = observation_message(result, {**info, **played.metadata})
         except USER_ERRORS as error:
             raise _failure(error, span) from error
         if span is not None:

@@ -198,6 +198,21 @@ def test_session_text_is_parsed_and_observations_are_rendered_by_the_environment
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 
+def test_session_info_named_as_the_content_is_not_shown_to_the_model() -> None:
+    class Talkative(Adder):
+        def step(self, action: int) -> StepResult:
+            return StepResult("seen", info={"content": "hidden", "at": 2})
+
+    class Rendering(Talkative):
+        def render(self, observation: object) -> str:
+            return f"it is {observation}"
+
+    for environment, metadata in ((Talkative(), {"at": 2}), (Rendering(), {"at": 2, "content": "it is seen"})):
+        session = instance(environment)
+        ask(session, "reset")
+        assert ask(session, "step", {"value": 1})["data"]["metadata"] == metadata
+
+
 
 @given(JSON | st.sampled_from([{"text": "a"}, {"value": 1}, {"text": 1}]))
 def test_observation_fields_render_alike_on_both_sides(observation: object) -> None:
