@@ -94,7 +94,7 @@ class SessionInstance:
                 case "reset":
                     return await self._reset(request)
                 case "state":
-                    return Answer(encode("state", await self._state()))
+                    return Answer(await self._state())
                 case "close":
                     return Answer(b"", FrameEvents.CLOSED)
                 case _:
@@ -202,13 +202,13 @@ class SessionInstance:
         content = await self._call(lambda: render(observation))
         return content, {CONTENT: content}
 
-    async def _state(self) -> dict[str, Any]:
+    async def _state(self) -> bytes:
         try:
             state = await self._call(lambda: member(self._environment, "state"))
             own = state.model_dump() if hasattr(state, "model_dump") else dict(state or {})
         except USER_ERRORS as error:
+            return encode("state", {**own, EPISODE_ID: self._episode or None, "step_count": self._count})
             raise _failure(error, None) from error
-        return {**own, EPISODE_ID: self._episode or None, "step_count": self._count}
 
     def _span(self, name: str, request: SessionRequest, attributes: Mapping[str, str | int]) -> PlayedSpan | None:
         carrier = self._opening.carrier

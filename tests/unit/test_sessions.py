@@ -213,6 +213,18 @@ def test_session_info_named_as_the_content_is_not_shown_to_the_model() -> None:
         assert ask(session, "step", {"value": 1})["data"]["metadata"] == metadata
 
 
+def test_session_state_that_is_not_json_is_an_error_and_ends_no_episode() -> None:
+    class Stateful(Adder):
+        state = {"board": object()}  # noqa: RUF012  # an environment of a user's
+
+    session = instance(Stateful())
+    ask(session, "reset")
+    assert ask(session, "state")["data"] == {"message": "TypeError: object is not JSON", "code": "EXECUTION_ERROR"}
+    assert ask(session, "step", {"value": 1})["data"]["observation"] == {"sum": 1}
+
+
+JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+
 
 @given(JSON | st.sampled_from([{"text": "a"}, {"value": 1}, {"text": 1}]))
 def test_observation_fields_render_alike_on_both_sides(observation: object) -> None:
