@@ -21,6 +21,7 @@ from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
 from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, TEXT, action_of, is_text
 from spangrad.episode.user_calls import USER_ERRORS
+from spangrad.text_sanitizer import storable
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method; the result is waited for where it is awaitable."""
@@ -206,8 +207,8 @@ class SessionInstance:
         try:
             state = await self._call(lambda: member(self._environment, "state"))
             own = state.model_dump() if hasattr(state, "model_dump") else dict(state or {})
-        except USER_ERRORS as error:
             return encode("state", {**own, EPISODE_ID: self._episode or None, "step_count": self._count})
+        except USER_ERRORS as error:
             raise _failure(error, None) from error
 
     def _span(self, name: str, request: SessionRequest, attributes: Mapping[str, str | int]) -> PlayedSpan | None:
@@ -226,5 +227,5 @@ def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:
 
 
 def failure_text(error: BaseException) -> str:
-    """Return what is shown of an exception of the environment."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")[:_ERROR_LENGTH]
+    """Return what is shown of an exception of the environment, as text that JSON and spans take."""
+    return storable(f"{type(error).__name__}: {error}".rstrip(": ")[:_ERROR_LENGTH])
