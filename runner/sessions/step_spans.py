@@ -7,6 +7,7 @@ has one reward in its trace: where the client records the rewards, the server's 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ class PlayedSpans:
         self._endpoint = environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
         self._headers = parse_headers(environ.get("OTEL_EXPORTER_OTLP_HEADERS") or "")
         self._provider: TracerProvider | None = None
+        self._creating = threading.Lock()
 
     def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int], *, rewards: bool) -> PlayedSpan | None:
         """Begin a span.
@@ -75,8 +77,9 @@ class PlayedSpans:
         """
         if self._endpoint is None or "traceparent" not in carrier:
             return None
-        if self._provider is None:
-            self._provider = tracer_provider(SERVICE, self._endpoint, self._headers)
+        with self._creating:  # sessions begin their first spans in threads of their own
+            if self._provider is None:
+                self._provider = tracer_provider(SERVICE, self._endpoint, self._headers)
         source = context_from(carrier, Context())
         known = dict(attributes)
         if rewards and name == "step":

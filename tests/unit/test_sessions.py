@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -196,8 +198,6 @@ def test_session_text_is_parsed_and_observations_are_rendered_by_the_environment
     assert code(ask(session, "step", {"text": "four"})) == "VALIDATION_ERROR"
 
 
-JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
-
 def test_session_info_named_as_the_content_is_not_shown_to_the_model() -> None:
     class Talkative(Adder):
         def step(self, action: int) -> StepResult:
@@ -284,6 +284,22 @@ def test_step_spans_without_a_trace_send_nothing(monkeypatch: pytest.MonkeyPatch
     spans = PlayedSpans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
     session = SessionInstance(Adder(), SessionOpening(), spans, call_here)
     assert ask(session, "reset")["type"] == "observation"
+
+
+def test_step_spans_that_begin_in_several_threads_have_one_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    providers: list[TracerProvider] = []
+
+    def slow_provider(*_: object) -> TracerProvider:
+        time.sleep(0.1)
+        providers.append(TracerProvider())
+        return providers[-1]
+
+    monkeypatch.setattr(step_spans, "tracer_provider", slow_provider)
+    spans = PlayedSpans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(spans.begin, "reset", {"traceparent": TRACEPARENT}, {}, rewards=True)
+    assert len(providers) == 1
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.integers(1, 40))
