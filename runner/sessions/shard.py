@@ -90,6 +90,8 @@ class SessionShard(asyncio.Protocol):
         """Queue of each session; None ends it."""
         self._threads: set[threading.Thread] = set()
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._cancellations: dict[int, asyncio.TimerHandle] = {}
+        """Timers that cancel the requests of sessions that have ended."""
         self._spans = PlayedSpans()
 
     async def describe(self) -> EnvironmentDescription:
@@ -166,11 +168,11 @@ class SessionShard(asyncio.Protocol):
             self.send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.FACTORY_ERROR, sentence).encode()))
 
     def _end(self, number: int) -> None:
-        """End a session; one that is at work in the event loop is cancelled."""
+        """End a session; a request that is under way in the event loop is cancelled."""
         if (end := self._requests.pop(number, None)) is not None:
             end(None)
         if (task := self._tasks.get(number)) is not None:
-            self._loop.call_later(_CANCEL_SECONDS, task.cancel)
+            self._cancellations[number] = self._loop.call_later(_CANCEL_SECONDS, task.cancel)
 
     def _drive(self, work: Coroutine[Any, Any, None]) -> None:
         """Run a session's coroutine in this thread: it waits for nothing by the event loop."""
@@ -203,6 +205,8 @@ class SessionShard(asyncio.Protocol):
                     answer = await instance.answer(payload)
                     send(Frame(FrameKind.MESSAGE, number, answer.payload, answer.events, answer.seconds, answer.reward))
             finally:
+                if (cancellation := self._cancellations.pop(number, None)) is not None:
+                    cancellation.cancel()
                 await _close(instance.close)
         except BaseException as error:  # such as an interrupt by the user's code, which must not end the process
             if number in self._requests:  # else the server has ended the session

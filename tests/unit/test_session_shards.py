@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.sessions import shard as shard_module
 from runner.sessions import shards as shards_module
 from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.instance import SessionOpening
@@ -207,5 +208,53 @@ async def test_shard_session_without_thread_is_refused_and_others_continue(monke
     assert (refusals[1], refusals[3]) == (b"", b"")
     assert b"no environment can be created: can't start new thread. Raise the limit of processes" in refusals[2]
     await shard.close()
+    ours.close()
+    far_end.close()
+
+
+class SlowEnd:
+    """Environment in the event loop that takes long to close, and whose step never ends."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        environments.append(self)
+
+    async def reset(self, task: object) -> str:
+        return "begin"
+
+    async def step(self, action: object) -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("cancelled")
+        return ""
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.3)
+        self.events.append("closed")
+
+
+environments: list[SlowEnd] = []
+
+
+@pytest.mark.parametrize(
+    ("requests", "events"),
+    [([], ["closed"]), ([b'{"type": "reset"}', b'{"type": "step", "data": {}}'], ["cancelled", "closed"])],
+)
+async def test_shard_session_that_ends_cancels_its_request_and_not_its_close(
+    requests: list[bytes], events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "_CANCEL_SECONDS", 0.1)
+    ours, far_end = socket.socketpair()
+    shard = SessionShard(SlowEnd, far_end)
+    opening = Frame(FrameKind.OPEN, 1, msgspec.json.encode(SessionOpening()))
+    shard.data_received(b"".join(frame.encode() for frame in (opening, *(Frame(FrameKind.MESSAGE, 1, request) for request in requests))))
+    reader, frames = FrameReader(), list[Frame]()
+    while len(frames) < len(requests or [b""]):
+        frames += reader.feed(await asyncio.to_thread(ours.recv, 2**16))
+    shard.data_received(Frame(FrameKind.CLOSE, 1).encode())
+    async with asyncio.timeout(20):
+        await asyncio.gather(*shard._tasks.values(), return_exceptions=True)
+    assert environments[-1].events == events
     ours.close()
     far_end.close()
