@@ -86,6 +86,8 @@ class Game:
         self._actions: dict[str, _Fields] = {}
         self._forfeiting: str | None = None
         self._turn: asyncio.TimerHandle | None = None
+        self._turn_end = 0.0
+        """End of the turn, in seconds of the event loop's clock; refused actions do not change it."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -321,6 +323,7 @@ class Game:
                 self._deliver(role)
         for role in observation[ACTING]:
             self._deliver(role)
+        self._turn_end = asyncio.get_running_loop().time() + self._settings.turn_seconds
         self._await_turn(frozenset(observation[ACTING]))
 
     def _await_turn(self, acting: frozenset[str]) -> None:
@@ -331,7 +334,7 @@ class Game:
         if left := [role for role in self.seats if role in acting and self.seats[role].has_left and role not in self._actions]:
             self._forfeit(left[0])
         elif acting:
-            self._turn = asyncio.get_running_loop().call_later(self._settings.turn_seconds, self._exceed)
+            self._turn = asyncio.get_running_loop().call_at(self._turn_end, self._exceed)
         elif self._is_over and set(self._joined) == set(self.seats):
             self._begin()
 

@@ -231,6 +231,23 @@ def test_served_game_begins_with_all_players_or_not_at_all() -> None:
     run_in_virtual_time(scenario())
 
 
+def test_served_game_turn_is_not_prolonged_by_actions_that_are_refused() -> None:
+    async def scenario() -> None:
+        game, time = game_of(Table([frozenset("a"), frozenset("b")], forfeit_ends=True)), asyncio.get_running_loop().time
+        for role in ROLES:
+            game.attach(role)
+        resets = {role: asyncio.create_task(send(game, role, "reset", {})) for role in ROLES}
+        await resets["a"]
+        began = time()
+        while not resets["b"].done() and time() - began < LIMITS.turn_seconds * 5:
+            await asyncio.sleep(LIMITS.turn_seconds / 3)
+            await send(game, "a", "step", {"text": "nothing"})
+        assert time() - began < LIMITS.turn_seconds * 2
+        assert (await resets["b"])["data"]["done"] is True
+
+    run_in_virtual_time(scenario())
+
+
 def test_served_game_of_a_lost_episode_has_ended_for_a_player_that_acts() -> None:
     async def scenario() -> None:
         game = game_of(Table([frozenset("a")], forfeit_ends=True))
