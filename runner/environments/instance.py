@@ -47,7 +47,8 @@ class Instance:
             EnvironmentsError: the object has no method `begin`.
             Exception: any of `USER_ERRORS` of the factory, or TimeoutError.
         """
-        self._object = await self._call(factory)
+        is_async = inspect.iscoroutinefunction(factory)
+        self._object = await (self._call(factory) if is_async else self._call(self._created, factory))
         if not callable(getattr(self._object, "begin", None)):
             raise EnvironmentsError(f"the factory gave {type(self._object).__name__}, which has no method begin(input). Write one.")
 
@@ -93,9 +94,7 @@ class Instance:
     async def close(self) -> str | None:
         """Close the object and end the thread; return why closing failed. None: it succeeded."""
         if self._busy:  # should the call return nevertheless, the thread closes the object, and ends
-            closing = getattr(self._object, "close", None)
-            if closing is not None and not inspect.iscoroutinefunction(closing):
-                self._work.put(closing)
+            self._work.put(self._close_late)
             self._work.put(None)
             return "its thread hangs, and is abandoned"
         try:
@@ -106,6 +105,16 @@ class Instance:
         finally:
             self._work.put(None)
         return None
+
+    def _created(self, factory: Factory) -> Any:
+        """Create the object in the thread, and keep it even where its time limit has passed meanwhile: `close` must find it."""
+        self._object = factory()
+        return self._object
+
+    def _close_late(self) -> None:
+        closing = getattr(self._object, "close", None)
+        if closing is not None and not inspect.iscoroutinefunction(closing):
+            closing()
 
     async def _call(self, function: Callable[..., Any], *given: object) -> Any:
         async with asyncio.timeout(self._seconds):

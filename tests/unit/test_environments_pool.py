@@ -398,6 +398,25 @@ async def test_instance_whose_call_returns_late_is_closed_in_its_thread() -> Non
     )
 
 
+async def test_instance_whose_creation_returns_late_is_closed() -> None:
+    release, closed = threading.Event(), threading.Event()
+
+    class Late(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            release.wait(60)
+
+        def close(self) -> None:
+            closed.set()
+
+    instance = Instance("late", 0.1)
+    with pytest.raises(TimeoutError):
+        await instance.make(Late)
+    assert await instance.close() == "its thread hangs, and is abandoned"
+    release.set()
+    assert await asyncio.to_thread(closed.wait, 10)
+
+
 def exits() -> None:
     sys.exit(3)
 
