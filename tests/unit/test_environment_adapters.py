@@ -129,7 +129,14 @@ class Discrete:
     dtype = "int64"
 
     def contains(self, value: Any) -> bool:
-        return isinstance(value, int) and 0 <= value < 2
+        """Return what Gymnasium's does: numbers of Python are converted, arrays of whole numbers count."""
+        import numpy
+
+        if isinstance(value, int):
+            value = numpy.int64(value)
+        elif not isinstance(value, (numpy.generic, numpy.ndarray)) or value.dtype.kind != "i" or value.shape != ():
+            return False
+        return bool(0 <= value < 2)
 
     def __repr__(self) -> str:
         return "Discrete(2)"
@@ -174,6 +181,12 @@ def test_plain_values_are_json() -> None:
 
     value = {"a": numpy.float32(0.5), "b": (numpy.arange(2), None), 3: {1}}
     assert plain(value) == {"a": 0.5, "b": [[0, 1], None], "3": "{1}"}
+
+
+@pytest.mark.parametrize("text", ["1.9", "9" * 30, "[1, [0]]", '["left"]', "[null]", "1e999"])
+def test_gymnasium_reply_of_no_action_is_answered_with_what_fits(text: str) -> None:
+    environment = GymnasiumEnvironment(Corridor())
+    assert environment.parse(text) == UnusableReply("Reply with an action as JSON, of the space Discrete(2).")
 
 
 @pytest.fixture

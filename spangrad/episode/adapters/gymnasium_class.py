@@ -89,9 +89,15 @@ class GymnasiumEnvironment:
         if dtype is not None and isinstance(value, (int, float, list)):
             import numpy  # Gymnasium has it
 
-            candidates.insert(0, numpy.asarray(value, dtype))
-            if isinstance(value, int) and getattr(self._space, "shape", None) == ():
-                candidates.insert(0, value)
+            try:
+                array = numpy.asarray(value, dtype)
+            except (OverflowError, TypeError, ValueError):
+                candidates = [text]  # the space has no such value, and might raise the same
+            else:
+                if array.dtype.kind not in "iu" or numpy.array_equal(array, value):  # 1.9 is not 1
+                    candidates.insert(0, array)
+                if isinstance(value, int) and getattr(self._space, "shape", None) == ():
+                    candidates.insert(0, value)
         for candidate in candidates:
             if self._space.contains(candidate):
                 return candidate
