@@ -95,6 +95,13 @@ def test_openenv_class_refuses_fields_that_are_no_action() -> None:
         environment.decode({"text": "a"})
 
 
+@pytest.mark.parametrize("reply", ["{}", '{"message": 3}'])
+def test_openenv_class_reply_of_no_action_is_answered_with_what_fits(reply: str) -> None:
+    environment = OpenEnvEnvironment(Echo())
+    environment.reset(None)
+    assert environment.step(environment.parse(reply)) == StepResult("Reply with message: text. Only that.")
+
+
 def test_openenv_class_without_a_class_of_actions_is_named() -> None:
     class Bare(OpenEnvBase):
         def reset(self) -> None: ...

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text
+from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text, instruction
 from spangrad.episode.environment import StepResult
 from spangrad.errors import EnvironmentsError
 
@@ -55,7 +55,10 @@ class OpenEnvEnvironment:
     def parse(self, text: str) -> Any:
         """Return the action that a reply means."""
         fields = fields_of_text(self._schema, text)
-        return fields if isinstance(fields, UnusableReply) else self.decode(fields)
+        try:
+            return fields if isinstance(fields, UnusableReply) else self.decode(fields)
+        except ValueError:  # of pydantic
+            return UnusableReply(instruction(self._schema))
 
     def decode(self, fields: Mapping[str, Any]) -> Any:
         """Return the action that has these fields."""
