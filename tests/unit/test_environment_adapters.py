@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from commands.training.agents import agent_spec
 from runner.workers.agents import CallableAgent, initialises
 from spangrad.agent.failures import failure_of
-from spangrad.episode.adapters import server_choice
+from spangrad.episode.adapters import openenv_server, server_choice
 from spangrad.episode.adapters.gymnasium_class import GymnasiumEnvironment, plain
 from spangrad.episode.adapters.openenv_class import OpenEnvEnvironment
 from spangrad.episode.adapters.references import adapted, by_openenv, factory_of, is_factory, names_environment
@@ -183,17 +183,17 @@ def test_gymnasium_class_gives_results_of_five_values() -> None:
         environment.decode({"value": 9})
 
 
+@pytest.mark.parametrize("text", ["1.9", "9" * 30, "[1, [0]]", '["left"]', "[null]", "1e999"])
+def test_gymnasium_reply_of_no_action_is_answered_with_what_fits(text: str) -> None:
+    environment = GymnasiumEnvironment(Corridor())
+    assert environment.parse(text) == UnusableReply("Reply with an action as JSON, of the space Discrete(2).")
+
+
 def test_plain_values_are_json() -> None:
     import numpy
 
     value = {"a": numpy.float32(0.5), "b": (numpy.arange(2), None), 3: {1}}
     assert plain(value) == {"a": 0.5, "b": [[0, 1], None], "3": "{1}"}
-
-
-@pytest.mark.parametrize("text", ["1.9", "9" * 30, "[1, [0]]", '["left"]', "[null]", "1e999"])
-def test_gymnasium_reply_of_no_action_is_answered_with_what_fits(text: str) -> None:
-    environment = GymnasiumEnvironment(Corridor())
-    assert environment.parse(text) == UnusableReply("Reply with an action as JSON, of the space Discrete(2).")
 
 
 @pytest.fixture
@@ -242,6 +242,40 @@ def test_choice_prefers_reported_load_then_own_sessions() -> None:
         assert server_choice.choose({"http://a": None, "http://b": None}) == "http://b"
     finally:
         server_choice.note_open("http://a", -1)
+
+
+class Link:
+    """A connection to a server that opens each session."""
+
+    def __init__(self, url: str, *_: object) -> None:
+        assert "/ws?session_id=" in url, "the session has no name"
+
+    def receive(self) -> str:
+        return '{"type": "state", "data": {}}'
+
+    def send(self, text: str) -> None: ...
+
+    def wait_at_most(self, seconds: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("status", [None, 503])
+def test_openenv_server_that_was_away_for_a_moment_is_still_ours(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = EnvironmentsError("away")
+    away.http_status = status
+    loads: list[Any] = [away, {"sessions": 0, "capacity": 1}]
+
+    def ask(service: object, method: str, path: str, **_: object) -> Any:
+        answer = loads.pop(0) if path == "/v1/load" else {"system_prompt": "ours", "action": {}}
+        if answer is away:
+            raise answer
+        return answer
+
+    monkeypatch.setattr(openenv_server, "ask", ask)
+    monkeypatch.setattr(openenv_server, "WebSocket", Link)
+    server = openenv_server.OpenEnvServer(["http://127.0.0.1:1"])
+    assert (server.system_prompt, loads) == ("ours", [])
 
 
 def test_failure_of_a_lost_environment_is_not_the_policys() -> None:

@@ -27,6 +27,7 @@ from spangrad.episode.environment import StepResult
 from spangrad.episode.openenv_fields import CONTENT, REWARDS_HEADER, action_fields, observation_of
 from spangrad.errors import EnvironmentsError
 from spangrad.http.json_http import ask
+from spangrad.http.retries import RETRIED_STATUSES
 from spangrad.http.service import RemoteService, bearer
 from spangrad.http.websocket import WebSocket
 
@@ -207,6 +208,9 @@ class OpenEnvServer:
             try:
                 self._ours = loads[url] is not None
                 self._connection = self._connect(url)
+                if loads[url] == math.inf:
+                    self._connection.close()
+                    raise ConnectionError("GET /v1/load has no answer, which would tell whose server it is")
                 self._connection.send('{"type": "state"}')  # what is full says so unasked
                 response = self._received()
                 code = response["data"].get("code") if response["type"] == "error" else ""
@@ -236,7 +240,7 @@ class OpenEnvServer:
             load = ask(replace(self._service(url), retry_seconds=0.0), "GET", "/v1/load", seconds=_LOAD_SECONDS)
             return load["sessions"] / load["capacity"]
         except EnvironmentsError as error:
-            return math.inf if error.http_status is None else None
+            return math.inf if error.http_status in (None, *RETRIED_STATUSES) else None
         except (KeyError, TypeError):
             return None
 
