@@ -130,7 +130,7 @@ class Match:
             if not isinstance(observations, Mapping):
                 raise EnvironmentsError(f"reset returned {type(observations).__name__}. Return what each role observes, by role.")
             for role, player in self._players.items():
-                player.instruct(self._environment.system_prompt_of(role))
+                player.instruct(await self._environment.system_prompt_of(role))
             span.set_attribute(semconv.EPISODE_OBSERVATION, await self._observe(observations))
 
     async def _observe(self, observations: Mapping[str, object]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +96,20 @@ async def test_match_players_act_in_turns_and_see_their_roles_observations() -> 
     }
     assert (outcome.end, outcome.returns) == (EpisodeEnd.DONE, {"white": 1.0, "black": -1.0})
     assert [list(step.actions) for step in outcome.steps] == [["white"], ["black"], ["white"]]
+
+
+async def test_match_system_prompts_are_awaited_and_come_from_the_environments_thread() -> None:
+    class Asking(Race):
+        async def system_prompt(self, role: str) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return f"you are {role}"
+
+    class Threaded(Race):
+        def system_prompt(self, role: str) -> str:
+            return f"you are {role}" if threading.current_thread() is not threading.main_thread() else "wrong thread"
+
+    for environment in (Asking(), Threaded()):
+        outcome = await play(environment)
+        assert [outcome.messages[role][0]["content"] for role in ROLES] == ["you are white", "you are black"]
 
 
 async def test_match_rewards_are_evaluations_of_their_own_roles_last_replies(episode_spans: InMemorySpanExporter) -> None:
