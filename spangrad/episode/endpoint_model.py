@@ -81,5 +81,5 @@ class EndpointModel:
 
 def _appended(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a reply as a message of the next context: fields that are empty are left out, as clients send them."""
-    kept = {name: message[name] for name in ("content", "tool_calls") if message.get(name) is not None}
+    kept = {name: message[name] for name in ("content", "tool_calls") if message.get(name)}
     return {"role": "assistant", "content": "", **kept}

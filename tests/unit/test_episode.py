@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
+from spangrad.episode import endpoint_model
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, is_environment_class, rendered
 from spangrad.episode.episode import Episode, EpisodeOutcome, EpisodeState
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, ReplyRequest
@@ -213,3 +214,11 @@ def test_rendered_observation_is_text_parts_or_json() -> None:
     assert rendered(parts) == parts
     assert rendered({"b": [1], "a": "é"}) == '{"a": "é", "b": [1]}'
     assert rendered([1, 2]) == "[1, 2]"
+
+
+@pytest.mark.parametrize("calls", [[], None])
+async def test_endpoint_reply_without_tool_calls_is_appended_without_them(calls: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = {"message": {"role": "assistant", "content": "so", "tool_calls": calls}, "finish_reason": "stop"}
+    monkeypatch.setattr(endpoint_model, "ask", lambda *_, **__: {"id": "r", "choices": [choice]})
+    reply = await endpoint_model.EndpointModel("http://127.0.0.1:1/v1", "key").reply(ReplyRequest([{"role": "user", "content": "why"}]))
+    assert reply.message == {"role": "assistant", "content": "so"}
