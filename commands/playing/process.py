@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping
@@ -20,6 +18,7 @@ from pydantic import SecretStr
 
 from spangrad.errors import AgentError
 from spangrad.http.tokens import agent_token
+from spangrad.processes import kill_group
 from spangrad.settings import Settings
 
 if TYPE_CHECKING:
@@ -91,16 +90,14 @@ class PlayProcess:
             await self._process.stdin.drain()
 
     async def end(self) -> None:
-        """End the process: its input is closed, so that it sends its spans; after five seconds it and its own are killed."""
+        """End the process: its input is closed, so that it sends its spans; what is left of its group after five seconds is killed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5):
                 await self._process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+        kill_group(self._process.pid)
+        await self._process.wait()
 
 
 def _secret(value: SecretStr | None) -> str | None:
