@@ -6,6 +6,7 @@ continues after a crash reads the same; a rollout that was cancelled is no trial
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -117,6 +118,8 @@ def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], message: s
 def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str, *, root_only: bool) -> float | None:
     """Return the sum of the rewards that the runner has written; without such, of those in the agent's spans and logs.
 
+    None: there is none, or one of them is no finite number, which is a missing reward.
+
     Args:
         given: spans and their evaluations.
         root: the attempt's root span.
@@ -124,5 +127,8 @@ def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str, *, root_o
     """
     of_root = [attributes for span, attributes in given if span == root]
     counted = of_root if of_root or root_only else [attributes for _, attributes in given]
-    values = [float(one[semconv.EVALUATION_SCORE]) for one in counted]
-    return sum(values) if values else None
+    try:
+        total = sum(float(attributes[semconv.EVALUATION_SCORE]) for attributes in counted)
+    except ValueError:
+        return None
+    return total if counted and math.isfinite(total) else None

@@ -8,13 +8,16 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prompts.exchanges import Exchange, read_exchange
 from prompts.prompt_texts import Messages, ask_for_critique, choose, read_edit, shown
 from prompts.search import Question, Search, SearchResult, search_id
-from prompts.trials import Trial
+from prompts.trials import Trial, Trials
+from spangrad import semconv
 from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
@@ -222,3 +225,17 @@ def test_search_id_depends_on_question_only() -> None:
     assert name() == name(rounds=9, max_p=1, pin="other")
     others = {name(), name(seed=1), name(branch=1), name(agent="other"), name(replace(START, version=2))}
     assert len(others) == 5
+
+
+@pytest.mark.parametrize(("scores", "score"), [(["0.5", "1"], 1.5), ([], None), (["0.5", "high"], None), (["nan"], None)])
+def test_trials_reward_that_is_no_number_is_a_missing_reward(scores: list[str], score: float | None) -> None:
+    root = ("r1", 0, "trace", "root", {semconv.PROMPT_VERSION: "3", semconv.TASK_ID: "held 0"}, "")
+    rewards = [("r1", 0, "span", {semconv.EVALUATION_SCORE: text}) for text in scores]
+
+    class Store:
+        def query(self, sql: str, parameters: object) -> SimpleNamespace:
+            return SimpleNamespace(result_rows=[root] if semconv.PROMPT_NAME in sql else rewards)
+
+    client: Any = Store()
+    (trial,) = Trials(client, "http://127.0.0.1:1", "run", "p").read()
+    assert (trial.version, trial.score) == (3, score)
