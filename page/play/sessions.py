@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from page.actions.requests import PlayRequest
-from spangrad.errors import AgentError
+from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.settings import Settings
 
 _BEGIN_SECONDS = 30.0
@@ -242,7 +242,7 @@ class PlaySessions:
             raise ValueError(f"no handler {request.environment!r} of runner.handlers has an environment to play: {', '.join(names)}.")
         try:
             json.loads(request.task)
-        except ValueError as error:
+        except JSON_ERRORS as error:
             raise ValueError(f"the task is no JSON ({error}). Put a text into double quotes.") from None
         if request.rollout in self._sessions:
             raise ValueError(f"{request.rollout} has begun already.")

@@ -209,6 +209,7 @@ async def test_sessions_are_bounded_in_number_and_end_with_the_page() -> None:
         ({"environment": "os:system"}, "no handler 'os:system' of runner.handlers has an environment to play: nim"),
         ({"environment": "leased"}, "no handler 'leased'"),
         ({"task": "{"}, "the task is no JSON"),
+        pytest.param({"task": "[" * 6000}, "the task is no JSON", id="deep"),
     ],
 )
 async def test_session_of_an_unknown_environment_is_not_begun(fields: dict[str, Any], sentence: str) -> None:
