@@ -39,7 +39,7 @@ def value_of(expression: str) -> float:
         ValueError: it is none, or has no value.
     """
     try:
-        return _value(ast.parse(expression.replace(",", "").strip(), mode="eval").body)
+        return float(_value(ast.parse(expression.replace(",", "").strip(), mode="eval").body))
     except (SyntaxError, ArithmeticError, RecursionError, KeyError):
         raise ValueError(f"{expression[:100]!r} is no expression with a value") from None
 

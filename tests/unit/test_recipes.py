@@ -148,7 +148,7 @@ def test_math_rows_give_questions_with_numbers_and_rewards(tmp_path: Path) -> No
 
 async def test_math_calculator_evaluates_arithmetic_only() -> None:
     assert [await calculate(text) for text in ("12 + 7", "(1,000 - 1) / 2", "-3 * 2.5", "7 // 2 % 2")] == ["19", "499.5", "-7.5", "1"]
-    for text in ("1 / 0", "2 ** 9", "__import__('os')", "x", "", "'a' * 3", "(" * 5000):
+    for text in ("1 / 0", "2 ** 9", "__import__('os')", "x", "", "'a' * 3", "(" * 5000, "9" * 400):
         assert (await calculate(text)).startswith("error : ")
 
 
