@@ -21,7 +21,7 @@ from commands.demo.settings import SETTINGS, store_and_gateway, write_settings
 from commands.options import flag_values
 from examples.learning.run import keep_to_cores
 from recipes.recipe import CHECKOUT, METHODS, SIZES, Prepared, Recipe, layers, merged, write_tasks
-from spangrad.errors import SettingsError, SpangradError
+from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.probing.parallel import parallel_sizes
 from spangrad.processes import end_by_interrupt, free_ports, own_command
 from spangrad.settings import Settings
@@ -167,6 +167,14 @@ def gpus_of(settings: Settings) -> list[str]:
     return visible[:count]
 
 
+def _served(publisher: Publisher, policy: str) -> int:
+    """Return the version that is served; 0 where there is none, or the gateway does not answer, which the supervisor starts again."""
+    try:
+        return publisher.served(policy) or 0
+    except GatewayError:
+        return 0
+
+
 def _serve(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory, settings: Settings, prepared: Prepared) -> None:
     """Keep the services running until --steps versions are served, or until Ctrl-C."""
     began, steps = time.monotonic(), arguments.steps or (1 if arguments.tiny else None)
@@ -185,7 +193,7 @@ def _serve(recipe: Recipe, arguments: argparse.Namespace, owned: RunDirectory, s
             owned.publish({"services": supervisor.status(), "ready": supervisor.are_ready})
             if supervisor.failed:
                 raise SpangradError(supervisor.failure(supervisor.failed[0]))
-            if supervisor.are_ready and (served := publisher.served(settings.gateway.policy) or 0) > version:
+            if supervisor.are_ready and (served := _served(publisher, settings.gateway.policy)) > version:
                 version = served
                 report(f"version {version} is served")
             if arguments.tiny and time.monotonic() - began > TINY_SECONDS:

@@ -13,6 +13,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from commands.training.plan_report import settings_file
+from recipes import command
 from recipes.command import arguments_of, gpus_of, services_of, settings_of
 from recipes.math.agent import calculate
 from recipes.math.data import RECIPE as MATH
@@ -28,9 +29,10 @@ from recipes.spider.data import RECIPE as SPIDER
 from recipes.spider.data import evaluate as of_spider
 from recipes.spider.database import rows, shown
 from recipes.swe.data import RECIPE as SWE
-from spangrad.errors import AgentError, SettingsError
+from spangrad.errors import AgentError, GatewayError, SettingsError
 from spangrad.settings import Settings
 from spangrad.settings.sources import explain_settings, load_settings
+from spangrad.supervisor.run_directory import RunDirectory
 from trainer.capacity.architecture import read_architecture
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.search import CapacityPlan, best_of, candidates
@@ -114,6 +116,44 @@ def test_recipe_engines_without_ranks_have_gpus_of_their_own(tmp_path: Path, mon
     services = services_of(MATH, tmp_path, settings, prepared(MATH, tmp_path))
     gpus = {service.name: service.env["CUDA_VISIBLE_DEVICES"] for service in services if "CUDA_VISIBLE_DEVICES" in service.env}
     assert gpus == {"engine": "0", "train": "0", "engine-1": "1", "engine-2": "2", "engine-3": "3"}
+
+
+def test_recipe_run_outlives_a_gateway_that_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [GatewayError("the gateway does not answer"), None, 1]
+
+    class Services:
+        are_ready, failed = True, ()
+
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> Services:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def poll(self) -> None: ...
+
+        def status(self) -> list[object]:
+            return []
+
+    class Gateway:
+        def __init__(self, settings: object) -> None: ...
+
+        def served(self, policy: str) -> int | None:
+            answer = answers.pop(0)
+            if isinstance(answer, GatewayError):
+                raise answer
+            return answer
+
+    monkeypatch.setattr(command, "Supervisor", Services)
+    monkeypatch.setattr(command, "Publisher", Gateway)
+    monkeypatch.setattr(command, "services_of", lambda *_: [])
+    monkeypatch.setattr(command, "_POLL_SECONDS", 0.0)
+    with RunDirectory(tmp_path / "run") as owned:
+        command._serve(MATH, arguments_of(MATH, ["--model", str(tmp_path), "--steps", "1"]), owned, Settings(), Prepared((), ()))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["version"] == 1
 
 
 def test_recipe_without_model_names_remedy(capsys: pytest.CaptureFixture[str]) -> None:
