@@ -177,15 +177,11 @@ class Game:
         seat.steps, seat.step_name, seat.is_late = 0, None, False
         seat.observed, seat.reward, seat.response = [], None, loop.create_future()
         seat.last_reset.note(request, seat.response)
-        if set(self._joined) == set(self.seats) and self._is_over:
+        if set(self._joined) == set(self.seats):
             self._begin()
         elif self._joining is None:
             self._joining = loop.call_later(self._settings.idle_seconds, self._give_up_joining)
         return seat.response
-
-    @property
-    def _is_over(self) -> bool:
-        return all(seat.state is PlayerState.DONE for seat in self.seats.values())
 
     def _begin(self) -> None:
         (first, *_), self._episode = self._joined.values(), uuid.uuid4().hex
@@ -327,7 +323,7 @@ class Game:
         self._await_turn(frozenset(observation[ACTING]))
 
     def _await_turn(self, acting: frozenset[str]) -> None:
-        """Let players act, until the turn is played; where there is none, begin the next episode once all have reset."""
+        """Let players act, until the turn is played."""
         self._acting = acting
         for role in acting - self._actions.keys():
             self.seats[role].state = PlayerState.RUNNING
@@ -335,8 +331,6 @@ class Game:
             self._forfeit(left[0])
         elif acting:
             self._turn = asyncio.get_running_loop().call_at(self._turn_end, self._exceed)
-        elif self._is_over and set(self._joined) == set(self.seats):
-            self._begin()
 
     def _deliver(self, role: str) -> None:
         """Respond to a player with all that happened since its last response; one that has sent nothing meanwhile is late."""
