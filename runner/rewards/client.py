@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from runner.workers.jobs import AttemptOutcome
 from spangrad.agent.reward_values import rewards_from
-from spangrad.errors import SpangradError
+from spangrad.errors import JSON_ERRORS, SpangradError
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RemoteService, RequestError, without_userinfo
 from spangrad.types import AttemptFailure, Stage
@@ -59,7 +59,7 @@ class RewardClient:
         text = content.decode(errors="replace")
         try:
             value: Any = json.loads(text)
-        except ValueError:
+        except JSON_ERRORS:
             return AttemptOutcome(None, AttemptFailure.EVALUATION, f"{self._url} answers what is not JSON: {text[:200]!r}")
         try:
             rewards = rewards_from(value)

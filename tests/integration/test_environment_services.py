@@ -17,12 +17,14 @@ import msgspec
 import pytest
 
 from runner.queue.wire import RolloutState
+from runner.rewards.client import RewardClient
 from runner.rewards.server import running
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import RewardServiceSettings, Settings
-from spangrad.types import Mode, Task
+from spangrad.types import AttemptFailure, Mode, Task
+from tests.support.otlp import HttpServer
 from tests.support.processes import ForkedChild
 from tests.support.runners import is_state, kill, new_rollouts, queue_settings, runner_services, serving
 
@@ -117,6 +119,19 @@ async def test_rewards_service_answers_evaluator_that_raises_stop_iteration() ->
         judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
         async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(60)) as answer:
             assert (answer.status, await answer.json()) == (500, {"error": "RuntimeError: ends raised StopIteration"})
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b"\xff"])
+async def test_reward_client_answer_that_is_not_json_is_a_failed_evaluation(content: bytes) -> None:
+    class Judge(HttpServer):
+        def answer(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+            return 200, {}, content
+
+    with Judge() as judge:
+        async with RewardClient(judge.url, None) as client:
+            outcome = await client.evaluate({}, 60)
+    assert (outcome.rewards, outcome.failure) == (None, AttemptFailure.EVALUATION)
+    assert "answers what is not JSON" in outcome.detail
 
 
 def exits(given: object, output: object) -> float:
