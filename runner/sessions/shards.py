@@ -187,10 +187,16 @@ class Shards:
         """Start the processes, and wait for all of them.
 
         Raises:
-            EnvironmentsError: no environment can be created, or a process does not serve in time.
+            EnvironmentsError: a process cannot be started, no environment can be created, or a process does not serve in time.
         """
         for slot in range(self._count):
-            self._processes[slot] = await ShardProcess.start(self._command)
+            try:
+                self._processes[slot] = await ShardProcess.start(self._command)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise EnvironmentsError(
+                    f"process {slot + 1} of {self._count} for {self._command.factory} cannot be started ({error}). Lower --shards, or "
+                    "raise the limit of processes."
+                ) from error
         descriptions = [process.described for process in self._processes.values()]
         done, hanging = await asyncio.wait(descriptions, timeout=_START_SECONDS, return_when=asyncio.FIRST_EXCEPTION)
         for described in done:

@@ -166,6 +166,22 @@ def test_shards_start_of_process_that_hangs_raises_with_its_id(monkeypatch: pyte
     run_in_virtual_time(scenario())
 
 
+async def test_shards_start_without_room_for_a_process_raises_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Exhausted(FakeProcess):
+        count = 0
+
+        @classmethod
+        async def start(cls, command: ShardCommand) -> FakeProcess:
+            cls.count += 1
+            if cls.count == 2:
+                raise OSError(11, "no more processes")
+            return await super().start(command)
+
+    monkeypatch.setattr(shards_module, "ShardProcess", Exhausted)
+    with pytest.raises(EnvironmentsError, match=r"process 2 of 3 .*no more processes.*Lower --shards, or raise the limit of processes\."):
+        await Shards(ShardCommand("", Path(), {}), 3, 1.0).start()
+
+
 async def test_shard_start_that_fails_leaves_no_socket_open() -> None:
     class Exhausted(ShardCommand):
         def start(self, requests: socket.socket, responses: socket.socket) -> subprocess.Popen[bytes]:
