@@ -32,7 +32,7 @@ def as_object(result: SearchResult, *, published: bool) -> dict[str, Any]:
             {"round": search_round.number, "beam": list(search_round.beam), "best_score": result.candidate(search_round.beam[0]).score}
             for search_round in result.rounds
         ],
-        "candidates": [_candidate(one) for one in result.candidates],
+        "candidates": [_candidate(candidate) for candidate in result.candidates],
     }
 
 
@@ -78,9 +78,10 @@ def plot(result: SearchResult, file: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = pyplot.subplots(figsize=(6, 3.6), dpi=150)
-    known = [(one.edit.round if one.edit else 0, one.score) for one in result.candidates if one.score is not None]
+    edits = ((candidate.edit, candidate.score) for candidate in result.candidates)
+    known = [(edit.round if edit else 0, score) for edit, score in edits if score is not None]
     axes.plot([round for round, _ in known], [score for _, score in known], "o", color="0.7", label="candidates")
-    bests = [result.candidate(one.beam[0]).score or 0.0 for one in result.rounds]
+    bests = [result.candidate(search_round.beam[0]).score or 0.0 for search_round in result.rounds]
     axes.plot(range(len(bests)), bests, "-o", label="best so far")
     axes.set(xlabel="round", ylabel="mean score, held-out tasks", title=f"prompt {result.question.start.name}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

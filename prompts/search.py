@@ -106,7 +106,7 @@ class SearchResult:
 
     def candidate(self, version: int) -> Candidate:
         """Return the candidate of a version."""
-        return next(one for one in self.candidates if one.version == version)
+        return next(candidate for candidate in self.candidates if candidate.version == version)
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class Search:
         self._take(await asyncio.to_thread(self.trials.read))
         while True:
             measured = {version: self._candidate(version) for version in self._whole()}
-            scores = {version: one.score for version, one in measured.items()}
+            scores = {version: candidate.score for version, candidate in measured.items()}
             if scores.get(start.version, 0.0) is None:
                 raise self._unmeasured(measured[start.version])
             self.progress.best = max((score for score in scores.values() if score is not None), default=None)
@@ -203,7 +203,7 @@ class Search:
 
     async def _try(self, pairs: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
         """Run the missing rollouts, so that each version and task has `times` of them."""
-        measured = Counter((one.version, one.task_id) for one in self._known.values())
+        measured = Counter((trial.version, trial.task_id) for trial in self._known.values())
         name = self.question.start.name
         missing = [
             replace(task, prompt=PromptVersion(name, version))
@@ -239,12 +239,13 @@ class Search:
         return rng.sample(self.question.learn, min(self.settings.minibatch, len(self.question.learn)))
 
     def _of(self, version: int, tasks: Sequence[str]) -> list[Trial]:
-        trials = [trial for trial in self._known.values() if trial.version == version and trial.task_id in set(tasks)]
+        ids = set(tasks)
+        trials = [trial for trial in self._known.values() if trial.version == version and trial.task_id in ids]
         return sorted(trials, key=lambda trial: (trial.task_id, trial.rollout_id))
 
     def _whole(self) -> list[int]:
         """Return the versions that have all their rollouts on the held-out tasks."""
-        measured = Counter((one.version, one.task_id) for one in self._known.values())
+        measured = Counter((trial.version, trial.task_id) for trial in self._known.values())
         tasks = [task.task_id for task in self.question.held_out]
         versions = sorted({version for version, _ in measured})
         return [version for version in versions if all(measured[version, task] >= self.settings.evaluations for task in tasks)]
@@ -274,7 +275,7 @@ class Search:
                 self._texts[version] = (await asyncio.to_thread(self.prompts.get, self.question.start.name, version)).text
 
     def _result(self, rounds: tuple[Round, ...], candidates: Sequence[Candidate]) -> SearchResult:
-        by_version = {one.version: one for one in candidates}
+        by_version = {candidate.version: candidate for candidate in candidates}
         best, start = by_version[rounds[-1].beam[0]], by_version[self.question.start.version]
         return SearchResult(self.question, tuple(candidates), rounds, best, gain(start.by_task, best.by_task, self.settings.seed))
 

@@ -88,10 +88,10 @@ class Trials:
         trials = [_trial(key, attempt, attributes, message) for key, attempt, _, _, attributes, message in roots]
         spans = {(key, attempt): span for key, attempt, _, span, _, _ in roots}
         given: defaultdict[tuple[str, int], list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
-        for key, attempt, span, attributes in self._rows(_REWARDS, ids=[one.rollout_id for one in trials]) if trials else ():
+        for key, attempt, span, attributes in self._rows(_REWARDS, ids=[trial.rollout_id for trial in trials]) if trials else ():
             given[key, attempt].append((span, attributes))
-        keyed = {(one.rollout_id, one.attempt): one for one in trials if one.failure != AttemptFailure.CANCELLED}
-        return [replace(one, score=_return(given[key], spans[key], root_only=bool(one.failure))) for key, one in keyed.items()]
+        keyed = {(trial.rollout_id, trial.attempt): trial for trial in trials if trial.failure != AttemptFailure.CANCELLED}
+        return [replace(trial, score=_return(given[key], spans[key], root_only=bool(trial.failure))) for key, trial in keyed.items()]
 
     def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
         """Return the same trials, with the model calls of their last attempts, in the order in which the gateway accepted the calls.
@@ -99,11 +99,11 @@ class Trials:
         Raises:
             StoreError: the store does not answer.
         """
-        ids = sorted({one.rollout_id for one in trials})
+        ids = sorted({trial.rollout_id for trial in trials})
         exchanges: defaultdict[tuple[str, int], list[Exchange]] = defaultdict(list)
         for rollout, attempt, request, response in self._rows(_CALLS, ids=ids) if ids else ():
             exchanges[rollout, int(attempt or 0)].append(read_exchange(request, response))
-        return [replace(one, exchanges=tuple(exchanges[one.rollout_id, one.attempt])) for one in trials]
+        return [replace(trial, exchanges=tuple(exchanges[trial.rollout_id, trial.attempt])) for trial in trials]
 
     def _rows(self, sql: str, **parameters: object) -> list[Any]:
         with store_errors(self._url):

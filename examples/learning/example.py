@@ -68,5 +68,5 @@ class Example:
 
 def write_questions(path: Path, name: str, questions: Iterable[Question]) -> None:
     """Write questions as tasks, a line of JSON each."""
-    lines = (json.dumps({"task_id": f"{name}-{number}", "input": dict(one)}) for number, one in enumerate(questions))
+    lines = (json.dumps({"task_id": f"{name}-{number}", "input": dict(question)}) for number, question in enumerate(questions))
     path.write_text("".join(f"{line}\n" for line in lines))

@@ -104,7 +104,7 @@ class EnvironmentRoutes:
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 once an instance exists, in use or free."""
-        if all(one.state is InstanceState.MAKING for one in self._pool.statuses()):
+        if all(status.state is InstanceState.MAKING for status in self._pool.statuses()):
             raise BusyError("no instance is made yet")
         return web.Response(text="ok\n")
 
@@ -121,7 +121,7 @@ class EnvironmentMetrics(Collector):
         statuses = self._pool.statuses()
         instances = GaugeMetricFamily(_PREFIX + "instances", "Instances, by state.", labels=["state"])
         for state in InstanceState:
-            instances.add_metric([state.value], sum(one.state is state for one in statuses))
+            instances.add_metric([state.value], sum(status.state is state for status in statuses))
         yield instances
         yield GaugeMetricFamily(_PREFIX + "waiting", "Requests in line.", value=self._pool.waiting)
         for name, what, labels in (
