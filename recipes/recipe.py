@@ -21,8 +21,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 FILES = CHECKOUT / "recipes"
 Method = Literal["full", "lora"]
 METHODS: tuple[Method, ...] = ("full", "lora")
-SIZES = {"0.5b": "1 node of 8 x 80 GB", "7b": "1 node of 8 x 80 GB", "32b": "2 nodes of 8 x 80 GB; adapters: 1"}
-"""Size of a model -> machines that its settings are planned for."""
+SIZES = ("0.5b", "7b", "32b")
+"""Sizes of models that there are settings for."""
 
 Row = Mapping[str, Any]
 
