@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,5 +137,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the two-tools model.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(sys.argv[1:])
+    arguments = parser.parse_args()
     build_model(arguments.directory, arguments.seed)
