@@ -89,6 +89,8 @@ class Game:
         self._turn_end = 0.0
         """End of the turn, in seconds of the event loop's clock; refused actions do not change it."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: SessionError | None = None
+        """Reason of the end of the environment's session, after which no request is applied. None: it lives."""
 
     @property
     def is_waiting(self) -> bool:
@@ -129,7 +131,8 @@ class Game:
             seat.leaving = asyncio.get_running_loop().call_later(self._settings.lease_seconds if returns else 0.0, leave)
 
     def close(self, error: SessionError) -> None:
-        """End all that waits, with an error."""
+        """End all that waits, and refuse all that comes later, with an error."""
+        self._ended = error
         self._finish(error)
         for timer in (self._turn, self._joining, *(seat.leaving for seat in self.seats.values())):
             if timer is not None:
@@ -137,6 +140,8 @@ class Game:
 
     async def answer(self, role: str, request: SessionRequest) -> bytes:
         """Return the response to a player's request, once it may be sent."""
+        if self._ended is not None:
+            return self._ended.encode()
         try:
             match request.type:
                 case "reset":
@@ -284,6 +289,7 @@ class Game:
                 else:
                     self._deal(response["data"]["observation"])
             except SessionError as error:
+                self._ended = error
                 self._finish(error)
             except Exception as error:  # such as a response that is nested too deep: without an end the players would wait for ever
                 sentence = f"what the environment gave cannot be dealt to the players: {type(error).__name__}: {error}"

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.sessions.game import Game
 from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import decoded
+from runner.sessions.messages import ErrorCode, SessionError, decoded
 from runner.sessions.players import PlayersInstance
 from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
@@ -244,6 +245,27 @@ def test_served_game_turn_is_not_prolonged_by_actions_that_are_refused() -> None
             await send(game, "a", "step", {"text": "nothing"})
         assert time() - began < LIMITS.turn_seconds * 2
         assert (await resets["b"])["data"]["done"] is True
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("in_play", [False, True])
+def test_served_game_whose_session_has_ended_refuses_a_player_at_once(in_play: bool) -> None:
+    """Another player may have come back already, to a new game under the same name."""
+    ended = SessionError(ErrorCode.SESSION_ERROR, "the process of this environment has ended")
+
+    async def ask(payload: bytes) -> bytes:
+        raise ended
+
+    async def scenario() -> None:
+        game, time = Game(ask, ROLES, LIMITS), asyncio.get_running_loop().time
+        if in_play:
+            await asyncio.gather(*(send(game, role, "reset", {}) for role in ROLES))
+        else:
+            game.close(ended)
+        began = time()
+        refused = await send(game, "a", "reset", {})
+        assert (refused["data"]["message"], time() - began) == (str(ended), 0.0)
 
     run_in_virtual_time(scenario())
 
