@@ -278,6 +278,19 @@ def test_openenv_server_that_was_away_for_a_moment_is_still_ours(status: int | N
     assert (server.system_prompt, loads) == ("ours", [])
 
 
+def test_openenv_server_that_refuses_the_token_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = EnvironmentsError("the environment refuses GET /v1/load (401): send the token")
+    refusal.http_status = 401
+
+    def ask(*_: object, **__: object) -> Any:
+        raise refusal
+
+    monkeypatch.setattr(openenv_server, "ask", ask)
+    monkeypatch.setattr(openenv_server, "WebSocket", lambda *_: pytest.fail("it was asked for a session"))
+    with pytest.raises(EnvironmentsError, match="send the token"):
+        openenv_server.OpenEnvServer(["http://127.0.0.1:1"], "wrong")
+
+
 def test_failure_of_a_lost_environment_is_not_the_policys() -> None:
     assert failure_of(EnvironmentsError("lost")) is AttemptFailure.ENVIRONMENT
     assert failure_of(ValueError("bad")) is AttemptFailure.EXCEPTION

@@ -235,11 +235,17 @@ class OpenEnvServer:
         return connection
 
     def _load(self, url: str) -> float | None:
-        """Return the share of a server's capacity that is in use; infinite: it does not answer; None: it is not ours."""
+        """Return the share of a server's capacity that is in use; infinite: it does not answer; None: it is not ours.
+
+        Raises:
+            EnvironmentsError: the server refuses the token.
+        """
         try:
             load = ask(replace(self._service(url), retry_seconds=0.0), "GET", "/v1/load", seconds=_LOAD_SECONDS)
             return load["sessions"] / load["capacity"]
         except EnvironmentsError as error:
+            if error.http_status == 401:
+                raise
             return math.inf if error.http_status in (None, *RETRIED_STATUSES) else None
         except (KeyError, TypeError):
             return None
