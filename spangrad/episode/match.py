@@ -127,8 +127,9 @@ class Match:
     async def _begin(self, task: object) -> None:
         with self._tracer.start_as_current_span("reset") as span:
             observations = await self._environment.reset(task)
-            if not isinstance(observations, Mapping):
-                raise EnvironmentsError(f"reset returned {type(observations).__name__}. Return what each role observes, by role.")
+            if not isinstance(observations, Mapping) or not set(observations) <= set(self._players):
+                kind, roles = type(observations).__name__, ", ".join(self._players)
+                raise EnvironmentsError(f"reset returned {kind}. Return what each role observes, by role, of {roles}.")
             for role, player in self._players.items():
                 player.instruct(await self._environment.system_prompt_of(role))
             span.set_attribute(semconv.EPISODE_OBSERVATION, await self._observe(observations))

@@ -197,6 +197,16 @@ async def test_match_step_that_returns_no_results_by_role_is_an_error(result: An
         await play(Odd())
 
 
+@pytest.mark.parametrize(("observations", "what"), [("begin", "str"), ({"white": "begin", "red": "begin"}, "dict")])
+async def test_match_reset_that_returns_no_observations_by_role_is_an_error(observations: Any, what: str) -> None:
+    class Odd(Race):
+        def reset(self, task: object) -> Any:
+            return observations
+
+    with pytest.raises(EnvironmentsError, match=rf"reset returned {what}\. Return what each role observes, by role, of white, black\."):
+        await play(Odd())
+
+
 def test_match_needs_a_player_for_each_role_and_no_tools() -> None:
     with pytest.raises(EnvironmentsError, match="roles white, black, and there are players for white"):
         match(Race(), {"white": Voice("white")})
