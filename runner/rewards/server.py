@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,8 @@ class EvaluatorRoutes:
 
     async def answer(self, request: web.Request) -> web.Response:
         """Answer the reward of one attempt."""
-        judged = msgspec.json.decode(await body(request), type=EvaluationRequest)
+        # msgspec's decoder refuses halves of surrogate pairs, which an agent's output may hold.
+        judged = msgspec.convert(json.loads(await body(request)), EvaluationRequest)
         if self._running >= self._most:
             raise BusyError(f"{self._most} evaluations are running")
         self._running += 1

@@ -21,6 +21,7 @@ from runner.rewards.client import RewardClient
 from runner.rewards.server import running
 from runner.runner import Runner
 from runner.workers.agents import CallableAgent
+from runner.workers.jobs import AttemptOutcome
 from spangrad.processes import Child, answers, free_ports, wait_until
 from spangrad.settings import RewardServiceSettings, Settings
 from spangrad.types import AttemptFailure, Mode, Task
@@ -132,6 +133,17 @@ async def test_reward_client_answer_that_is_not_json_is_a_failed_evaluation(cont
             outcome = await client.evaluate({}, 60)
     assert (outcome.rewards, outcome.failure) == (None, AttemptFailure.EVALUATION)
     assert "answers what is not JSON" in outcome.detail
+
+
+def is_latin(given: object, output: object) -> float:
+    """Return 1 for the text of a file in Latin-1, as `git diff` and `surrogateescape` give it."""
+    return float(output == b"caf\xe9".decode(errors="surrogateescape"))
+
+
+async def test_rewards_service_judges_output_with_half_a_surrogate_pair() -> None:
+    async with running(Settings(rewards=RewardServiceSettings(port=free_ports(1)[0])), is_latin) as url, RewardClient(url, None) as client:
+        body = {"rollout_id": "r", "attempt": 0, "task_id": "t", "output": b"caf\xe9".decode(errors="surrogateescape")}
+        assert await client.evaluate(body, 60) == AttemptOutcome(1.0, None)
 
 
 def exits(given: object, output: object) -> float:
