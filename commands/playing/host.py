@@ -7,6 +7,7 @@ Invariant: what the environment prints goes to the log; where standard input end
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import SpangradError
 from spangrad.http.service import bearer
 from spangrad.processes import private_pipes
+from spangrad.text_sanitizer import storable
 from spangrad.types import Mode
 
 RUN = "play"
@@ -77,7 +79,7 @@ class LineWriter:
 
     def write(self, **line: object) -> None:
         """Write one line."""
-        rest = msgspec.json.encode(line) + b"\n"
+        rest = storable(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
         while rest:
             rest = rest[os.write(self._file, rest) :]
 
