@@ -266,8 +266,9 @@ def rendered(observation: object) -> Content:
 
 
 def as_text(content: Content) -> str:
-    """Return the text that a span holds of a message's content."""
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    """Return the text that a span holds of a message's content: a span with half of a surrogate pair could not be exported."""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return text.encode(errors="replace").decode()
 
 
 def _close_unused(created: Future[Environment]) -> None:

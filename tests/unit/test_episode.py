@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from spangrad import semconv
@@ -173,6 +174,18 @@ async def test_each_step_is_a_tool_span_whose_reward_names_the_reply(episode_spa
         semconv.EVALUATION_SCORE: 2.0,
         semconv.GEN_AI_RESPONSE_ID: "r1",
     }
+
+
+async def test_step_whose_observation_is_no_utf8_keeps_its_span_and_reward(episode_spans: InMemorySpanExporter) -> None:
+    class Lister(Countdown):
+        async def step(self, action: object) -> StepResult:
+            return StepResult(["caf\udce9"] if action == "list" else "caf\udce9", 1.0, action == "stop")
+
+    await play(Lister(), Script(texts("list", "stop")))
+    spans = episode_spans.get_finished_spans()
+    results = [dict(span.attributes or {}).get(semconv.GEN_AI_TOOL_RESULT) for span in spans if span.name == "execute_tool step"]
+    assert results == ['["caf?"]', "caf?"]
+    assert encode_spans(spans).SerializeToString()
 
 
 async def test_plain_methods_run_in_the_thread_that_created_the_object() -> None:
