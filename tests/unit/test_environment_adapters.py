@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 import types
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -16,7 +16,7 @@ from runner.workers.agents import CallableAgent, initialises
 from spangrad.agent.failures import failure_of
 from spangrad.episode.adapters import openenv_server, server_choice
 from spangrad.episode.adapters.gymnasium_class import GymnasiumEnvironment, plain
-from spangrad.episode.adapters.openenv_class import OpenEnvEnvironment
+from spangrad.episode.adapters.openenv_class import OpenEnvEnvironment, action_class_of
 from spangrad.episode.adapters.references import adapted, by_openenv, factory_of, is_factory, names_environment
 from spangrad.episode.adapters.schema_actions import UnusableReply, fields_of_text, instruction
 from spangrad.episode.agent import REFERENCE
@@ -110,6 +110,25 @@ def test_openenv_class_without_a_class_of_actions_is_named() -> None:
 
     with pytest.raises(EnvironmentsError, match=r"Bare\.step names no class of actions"):
         adapted(Bare)()
+
+
+Kind = TypeVar("Kind")
+
+
+class GenericBase(OpenEnvBase, Generic[Kind]): ...
+
+
+GenericBase.__module__ = OpenEnvBase.__module__
+
+
+def test_openenv_class_of_actions_is_not_that_of_the_observations_that_step_returns() -> None:
+    class Returning(GenericBase[Action]):
+        def reset(self) -> None: ...
+
+        def step(self, action: Any) -> Observation: ...  # pyright: ignore[reportReturnType]
+
+    del Returning.step.__annotations__["action"]
+    assert action_class_of(Returning) is Action
 
 
 @pytest.mark.parametrize(

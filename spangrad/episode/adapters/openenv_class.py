@@ -84,7 +84,7 @@ def action_class_of(kind: type) -> Any:
         EnvironmentsError: neither names one.
     """
     try:
-        hints = list(typing.get_type_hints(kind.step).values())  # type: ignore[attr-defined]
+        hints = [hint for name, hint in typing.get_type_hints(kind.step).items() if name != "return"]  # type: ignore[attr-defined]
     except (NameError, TypeError):
         hints = []
     generics = [argument for base in getattr(kind, "__orig_bases__", ()) for argument in typing.get_args(base)]
