@@ -44,7 +44,7 @@ Factory = Callable[[], Environment]
 _CANCEL_SECONDS = 0.5
 """Time that a request under way has to end when its session ends, in seconds; then it is cancelled, where it is async."""
 _END_SECONDS = 3.0
-"""Time that environments have to close when the process ends, in seconds."""
+"""Time that environments have to close when the process ends, and async ones also when their session does, in seconds."""
 
 
 class EnvironmentDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,8 +205,9 @@ class SessionShard(asyncio.Protocol):
                     answer = await instance.answer(payload)
                     send(Frame(FrameKind.MESSAGE, number, answer.payload, answer.events, answer.seconds, answer.reward))
             finally:
-                if (cancellation := self._cancellations.pop(number, None)) is not None:
+                if (cancellation := self._cancellations.pop(number, None)) is not None:  # the request has ended; its close has longer
                     cancellation.cancel()
+                    self._loop.call_later(_END_SECONDS, self._tasks[number].cancel)
                 await _close(instance.close)
         except BaseException as error:  # such as an interrupt by the user's code, which must not end the process
             if number in self._requests:  # else the server has ended the session

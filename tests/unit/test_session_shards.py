@@ -231,6 +231,9 @@ async def test_shard_session_without_thread_is_refused_and_others_continue(monke
 class SlowEnd:
     """Environment in the event loop that takes long to close, and whose step never ends."""
 
+    seconds = 0.3
+    """Time that it takes to close."""
+
     def __init__(self) -> None:
         self.events: list[str] = []
         environments.append(self)
@@ -246,21 +249,35 @@ class SlowEnd:
         return ""
 
     async def close(self) -> None:
-        await asyncio.sleep(0.3)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.events.append("cut short")
+            raise
         self.events.append("closed")
 
 
 environments: list[SlowEnd] = []
 
 
+BEGIN, STEP = b'{"type": "reset"}', b'{"type": "step", "data": {}}'
+
+
 @pytest.mark.parametrize(
-    ("requests", "events"),
-    [([], ["closed"]), ([b'{"type": "reset"}', b'{"type": "step", "data": {}}'], ["cancelled", "closed"])],
+    ("requests", "seconds", "events"),
+    [
+        ((), 0.3, ["closed"]),
+        ((BEGIN, STEP), 0.3, ["cancelled", "closed"]),
+        ((), 60, ["cut short"]),
+        ((BEGIN, STEP), 60, ["cancelled", "cut short"]),
+    ],
 )
-async def test_shard_session_that_ends_cancels_its_request_and_not_its_close(
-    requests: list[bytes], events: list[str], monkeypatch: pytest.MonkeyPatch
+async def test_shard_session_that_ends_cancels_its_request_and_has_time_to_close(
+    requests: tuple[bytes, ...], seconds: float, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_module, "_CANCEL_SECONDS", 0.1)
+    monkeypatch.setattr(shard_module, "_END_SECONDS", 2.0)
+    monkeypatch.setattr(SlowEnd, "seconds", seconds)
     ours, far_end = socket.socketpair()
     shard = SessionShard(SlowEnd, far_end)
     opening = Frame(FrameKind.OPEN, 1, msgspec.json.encode(SessionOpening()))
