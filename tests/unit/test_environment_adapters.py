@@ -96,7 +96,7 @@ def test_openenv_class_refuses_fields_that_are_no_action() -> None:
 
 
 @pytest.mark.parametrize("reply", ["{}", '{"message": 3}'])
-def test_openenv_class_reply_of_no_action_is_answered_with_what_fits(reply: str) -> None:
+def test_openenv_class_reply_of_no_action_is_answered_with_instruction(reply: str) -> None:
     environment = OpenEnvEnvironment(Echo())
     environment.reset(None)
     assert environment.step(environment.parse(reply)) == StepResult("Reply with message: text. Only that.")
@@ -203,7 +203,7 @@ def test_gymnasium_class_gives_results_of_five_values() -> None:
 
 
 @pytest.mark.parametrize("text", ["1.9", "9" * 30, "[1, [0]]", '["left"]', "[null]", "1e999"])
-def test_gymnasium_reply_of_no_action_is_answered_with_what_fits(text: str) -> None:
+def test_gymnasium_reply_of_no_action_is_answered_with_instruction(text: str) -> None:
     environment = GymnasiumEnvironment(Corridor())
     assert environment.parse(text) == UnusableReply("Reply with an action as JSON, of the space Discrete(2).")
 
@@ -280,7 +280,7 @@ class Link:
 
 
 @pytest.mark.parametrize("status", [None, 503])
-def test_openenv_server_that_was_away_for_a_moment_is_still_ours(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_server_without_load_at_first_is_asked_again(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     away = EnvironmentsError("away")
     away.http_status = status
     loads: list[Any] = [away, {"sessions": 0, "capacity": 1}]
