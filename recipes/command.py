@@ -35,6 +35,8 @@ from trainer.publish.publisher import Publisher
 
 TINY_SECONDS = 480
 _POLL_SECONDS = 0.25
+_ENGINE_ARGUMENTS = "engine.extra_args"
+"""Setting whose values add up."""
 
 
 def arguments_of(recipe: Recipe, words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -114,7 +116,11 @@ def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) 
     files = layers(recipe.name, arguments.size, arguments.method)
     if arguments.tiny:
         files = [*files[:-1], CHECKOUT / "recipes/tiny.toml"]
-    return {**merged(files, paths), **(_tiny_values(recipe, directory) if arguments.tiny else {}), **flag_values(arguments.set)}
+    values = {**merged(files, paths), **(_tiny_values(recipe, directory) if arguments.tiny else {})}
+    given = flag_values(arguments.set)
+    if isinstance(added := given.get(_ENGINE_ARGUMENTS), list):
+        given[_ENGINE_ARGUMENTS] = [*load_settings(values, env={}).engine.extra_args, *added]
+    return {**values, **given}
 
 
 def _tiny_values(recipe: Recipe, directory: Path) -> dict[str, object]:
@@ -127,7 +133,7 @@ def _tiny_values(recipe: Recipe, directory: Path) -> dict[str, object]:
         "gateway.engine_url": f"http://127.0.0.1:{engine}",
         "engine.port": engine,
         "engine.cache_dir": str(directory.parent / ".vllm-cache"),
-        "engine.extra_args": ["--distributed-executor-backend", "uni", *tools],
+        _ENGINE_ARGUMENTS: ["--distributed-executor-backend", "uni", *tools],
         "queue.port": queue,
         "queue.url": f"http://127.0.0.1:{queue}",
     }

@@ -118,6 +118,15 @@ def test_recipe_engines_without_ranks_have_gpus_of_their_own(tmp_path: Path, mon
     assert gpus == {"engine": "0", "train": "0", "engine-1": "1", "engine-2": "2", "engine-3": "3"}
 
 
+@pytest.mark.parametrize(("words", "parser"), [(("--model", "m", "--size", "7b"), "hermes"), (("--tiny",), "words")])
+def test_recipe_engine_arguments_of_the_command_line_are_added(words: tuple[str, ...], parser: str, tmp_path: Path) -> None:
+    arguments = arguments_of(MATH, [*words, "--set", 'engine.extra_args=["--tool-call-parser", "other"]'])
+    engine = load_settings(settings_of(MATH, arguments, tmp_path), env={}).engine
+    without = load_settings(settings_of(MATH, arguments_of(MATH, [*words]), tmp_path), env={}).engine
+    assert parser in without.extra_args
+    assert list(engine.extra_args) == [*without.extra_args, "--tool-call-parser", "other"], "vLLM takes the last of two"
+
+
 def test_recipe_run_outlives_a_gateway_that_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
