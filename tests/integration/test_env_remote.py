@@ -28,6 +28,7 @@ from span_processors.reward import reward
 from spangrad.callables import load
 from spangrad.episode.adapters import server_choice
 from spangrad.episode.adapters.openenv_server import OpenEnvServer, RemoteStepError
+from spangrad.episode.adapters.ors_server import OrsServer
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction
 from spangrad.episode.episode import Episode, EpisodeOutcome
@@ -325,6 +326,15 @@ class OrsFake(HttpServer):
             return 404, {}, b'{"detail": "Not Found"}'
         assert headers.get("X-Session-Id") == "s1" or path == "/list_environments", headers
         return 200, {}, json.dumps(tables.get(path, {"sid": "s1"})).encode()
+
+
+@pytest.mark.parametrize("task", ["1 + 1", 3, ["1 + 1"]])
+def test_env_remote_ors_task_that_is_no_object_raises(task: object) -> None:
+    with OrsFake() as server:
+        environment = OrsServer([server.url])
+        with pytest.raises(EnvironmentsError, match=r"no object\. Give \{\"split\", \"index\"\} or a specification"):
+            environment.reset(task)
+        assert "/create" not in [path for path, _ in server.seen]
 
 
 async def test_env_remote_ors_server_gives_prompt_tools_and_rewards() -> None:

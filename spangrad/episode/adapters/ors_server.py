@@ -54,10 +54,16 @@ class OrsServer:
         note_open(chosen, 1)
 
     def reset(self, task: Any) -> Any:
-        """Begin a session; a task is `{"split", "index"}`, or else the specification of a task."""
+        """Begin a session; a task is `{"split", "index"}`, or else the specification of a task.
+
+        Raises:
+            EnvironmentsError: the task is no object, or the server refuses it.
+        """
+        if not isinstance(task, dict | None):
+            raise EnvironmentsError(f'{self._base}: the task {task!r:.200} is no object. Give {{"split", "index"}} or a specification.')
+        values = cast("dict[str, Any]", task or {})
         self._delete()
         self._session = self._created()
-        values = cast("dict[str, Any]", task) if isinstance(task, dict) else {}
         given = values if set(values) == {"split", "index"} or "task_spec" in values else {"task_spec": values}
         self._ask("POST", "/create", {"env_name": self._name, **given})
         self.tools = [_tool(tool) for tool in self._listed_tools()]
