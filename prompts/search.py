@@ -178,7 +178,7 @@ class Search:
         batch = {parent: self._minibatch(places[0].round, parent) for parent in parents}
         await self._try([(parent, task) for parent in parents for task in batch[parent]], 1, "rolling out")
         await self._read_texts(parents)
-        of = {
+        trials = {
             parent: await asyncio.to_thread(self.trials.with_exchanges, self._of(parent, [task.task_id for task in batch[parent]]))
             for parent in parents
         }
@@ -186,7 +186,7 @@ class Search:
         try:
             async with asyncio.TaskGroup() as group:
                 for position in places:
-                    group.create_task(self._edit(position, of[position.parent]))
+                    group.create_task(self._edit(position, trials[position.parent]))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 

@@ -91,8 +91,8 @@ class PlaySession:
         """Begin without a listener."""
         self.is_over = False
         self._bounds = bounds
-        first = {name: getattr(request, name) for name in ("environment", "person", "role", "policy")} | {"kind": "begin"}
-        self._events: list[dict[str, Any]] = [{**first, "rollout": request.rollout}]
+        facts = {name: getattr(request, name) for name in ("rollout", "environment", "person", "role", "policy")}
+        self._events: list[dict[str, Any]] = [{"kind": "begin", **facts}]
         self._turn: int | None = None
         self._transport: PlayTransport | None = None
         self._changed = asyncio.Event()
