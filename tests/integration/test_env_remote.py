@@ -261,6 +261,8 @@ async def other_openenv_server() -> AsyncGenerator[str]:
                 case "reset":
                     observation: dict[str, Any] = {"board": "...", "metadata": {}}
                     answer = {"type": "observation", "data": {"observation": observation, "reward": None, "done": False}}
+                case _ if not isinstance(request_of["data"]["move"], int):
+                    answer = {"type": "error", "data": {"message": "move is no integer", "code": "VALIDATION_ERROR"}}
                 case _:
                     count += 1
                     observation = {"board": request_of["data"], "metadata": {}}
@@ -289,12 +291,12 @@ async def other_openenv_server() -> AsyncGenerator[str]:
 
 async def test_env_remote_plays_a_server_of_another_making() -> None:
     async with other_openenv_server() as url:
-        outcome = await played(f"openenv+{url}", {"seed": 1}, "4", "left", '{"move": 5}')
+        outcome = await played(f"openenv+{url}", {"seed": 1}, "4", "left", '{"move": "left"}', '{"move": 5}')
     remedy = "Reply with move: an integer. Only that."
     shown = [message["content"] for message in outcome.messages if message["role"] != "assistant"]
-    assert shown == [f"A board.\n\n{remedy}", '{"board": "..."}', '{"board": {"move": 4}}', remedy, '{"board": {"move": 5}}']
-    assert [step.result.reward for step in outcome.steps] == [0.5, None, 0.5]
-    assert (outcome.end, outcome.steps[2].result.info) == ("done", {"n": 2})
+    assert shown == [f"A board.\n\n{remedy}", '{"board": "..."}', '{"board": {"move": 4}}', remedy, remedy, '{"board": {"move": 5}}']
+    assert [step.result.reward for step in outcome.steps] == [0.5, None, None, 0.5]
+    assert (outcome.end, outcome.steps[3].result.info) == ("done", {"n": 2})
 
 
 class OrsFake(HttpServer):

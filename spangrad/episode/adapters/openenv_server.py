@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from spangrad.agent.propagation import carrier_of
-from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text
+from spangrad.episode.adapters.schema_actions import UnusableReply, described, fields_of_text, instruction
 from spangrad.episode.adapters.server_choice import choose, environment_service, note_open
 from spangrad.episode.environment import StepResult
 from spangrad.episode.openenv_fields import CONTENT, REWARDS_HEADER, action_fields, observation_of
@@ -39,12 +39,16 @@ _RETURN_SECONDS = 20.0
 """Time for which a lost connection to a session of ours is tried again, in seconds; shorter than the session waits for its user."""
 _PAUSES = (0.1, 1.0)
 """Shortest and longest pause between two tries, in seconds."""
-_RAISED = "EXECUTION_ERROR"
+_RAISED, _NO_ACTION = "EXECUTION_ERROR", "VALIDATION_ERROR"
 _BUSY, _FATAL = "CAPACITY_REACHED", ("FACTORY_ERROR", "SESSION_ERROR")
 
 
 class RemoteStepError(Exception):
     """The environment raised an exception, on its server; or the server refused the message."""
+
+
+class RefusedActionError(RemoteStepError):
+    """The server refused the message, since its data are no action."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,12 @@ class OpenEnvServer:
         message: dict[str, Any] = {"type": "step", "data": action_fields(action)}
         if self._ours:
             message |= {"step": self._step + 1, **{name: value for name, value in carrier_of().items() if name == "traceparent"}}
-        result = self._result(self._ask(message))
+        try:
+            result = self._result(self._ask(message))
+        except RefusedActionError:
+            if self._ours:
+                raise
+            return UnusableReply(instruction(self._schema)).result()
         begun, self._begun = self._begun, None
         if begun is None or begun.reward is None:
             return result
@@ -176,7 +185,8 @@ class OpenEnvServer:
             raise EnvironmentsError(
                 f"the environment at {self._url} is lost: {data['message']} ({data['code']}). Look at its server's log."
             )
-        raise RemoteStepError(f"{data['message']} ({data['code']})")
+        error = RefusedActionError if data["code"] == _NO_ACTION else RemoteStepError
+        raise error(f"{data['message']} ({data['code']})")
 
     def _received(self) -> dict[str, Any]:
         text = self._connection.receive()
