@@ -120,6 +120,7 @@ class Host:
                 task.add_done_callback(flushes.discard)
             else:
                 running[message["id"]] = asyncio.create_task(attempt(message))
+                await asyncio.sleep(0)  # a task that is cancelled before it has begun would answer nothing
         unfinished = list(running.values())
         for task in unfinished:
             task.cancel()

@@ -170,6 +170,21 @@ async def test_host_output_without_json_is_invalid_and_named(output: object, det
     assert answer["detail"].startswith(detail)
 
 
+async def test_host_cancel_that_is_read_with_its_job_is_answered() -> None:
+    async def hangs(given: object) -> None:
+        await asyncio.sleep(60)
+
+    jobs, messages = asyncio.StreamReader(), list[Mapping[str, Any]]()
+    serving = asyncio.create_task(Host(Stages(hangs)).serve(jobs, messages.append))
+    jobs.feed_data(b'{"id": "a", "input": null}\n{"cancel": "a"}\n')
+    try:
+        await until(lambda: is_true(messages), 5)
+    finally:
+        jobs.feed_eof()
+        await serving
+    assert (messages[-1]["failure"], messages[-1]["stuck"]) == ("timeout", False)
+
+
 async def test_host_logs_traceback_of_own_cancelled_task(capsys: pytest.CaptureFixture[str]) -> None:
     await answer_of(Stages(cancels_own_task))
     assert "in cancels_own_task\n    await task\n" in capsys.readouterr().err
