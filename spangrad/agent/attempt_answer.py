@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from spangrad.agent.command import ProgramFailure
-from spangrad.agent.failures import failure_of
+from spangrad.agent.failures import failure_of, message_of
 from spangrad.agent.reward_values import Rewards
 from spangrad.types import AttemptFailure
 
@@ -75,7 +75,7 @@ class Stages:
 def raised(name: str, failure: AttemptFailure, error: BaseException) -> AttemptReply:
     """Return the answer for an exception of the user's code, and print its traceback to the attempt's log."""
     traceback.print_exception(error)
-    return AttemptReply(name, failure=failure, detail=f"{type(error).__name__}: {error}"[:1000])
+    return AttemptReply(name, failure=failure, detail=f"{type(error).__name__}: {message_of(error)}"[:1000])
 
 
 def failed_run(name: str, error: BaseException) -> AttemptReply:

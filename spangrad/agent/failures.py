@@ -57,7 +57,7 @@ def failure_of(error: BaseException) -> AttemptFailure:
         names = {kind.__name__ for kind in type(link).__mro__}
         if names & TURN_LIMITS:
             return AttemptFailure.MAX_TURNS
-        if names & CONTEXT_LIMITS or getattr(link, "code", None) == _CONTEXT_CODE or names_context_overflow(_text(link)):
+        if names & CONTEXT_LIMITS or getattr(link, "code", None) == _CONTEXT_CODE or names_context_overflow(message_of(link)):
             return AttemptFailure.CONTEXT_OVERFLOW
     return AttemptFailure.EXCEPTION
 
@@ -78,7 +78,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             waiting.append(before)
 
 
-def _text(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an exception's message; empty where its class fails to give one."""
     try:
         return str(error)

@@ -170,6 +170,22 @@ async def test_host_output_without_json_is_invalid_and_named(output: object, det
     assert answer["detail"].startswith(detail)
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def raises_unprintable(given: object, *_: object) -> float:
+    raise UnprintableError
+
+
+async def test_host_exception_without_message_is_failure_of_its_stage() -> None:
+    answer = await answer_of(Stages(raises_unprintable))
+    assert (answer["failure"], answer["detail"]) == ("exception", "UnprintableError: ")
+    answer = await answer_of(Stages(works, evaluator=raises_unprintable))
+    assert (answer["failure"], answer["detail"]) == ("evaluation", "UnprintableError: ")
+
+
 async def test_host_cancel_that_is_read_with_its_job_is_answered() -> None:
     async def hangs(given: object) -> None:
         await asyncio.sleep(60)
