@@ -78,6 +78,8 @@ class Hosted:
         elif self._begun and stage is Stage.RUN and self._host.retired:  # a new host can run the agent, but only this one can evaluate
             self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
         elif any(one.done() for one in ends):
+            if self._begun:
+                await self._cancel()
             self._answer = _STOPPED
         if self._answer is not None or self._answered.done():
             return False
