@@ -12,6 +12,7 @@ import ctypes
 import io
 import os
 import sys
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -40,10 +41,10 @@ class AttemptLog:
         return self._add(text.encode(errors="replace"))
 
     def close(self) -> None:
-        """Close the file; later output is not kept."""
+        """Close the file; later output is not kept, but goes to the process's own outputs."""
+        self._path = None
         if self._file is not None:
             self._file.close()
-            self._file = None
 
     @contextmanager
     def program(self) -> Generator[IO[bytes] | int]:
@@ -51,13 +52,7 @@ class AttemptLog:
         if self._path is None:
             yield 2
             return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = (self._path.parent / "program.err").open("w+b")
-        except OSError:
-            yield 2
-            return
-        with file:
+        with tempfile.TemporaryFile() as file:
             yield file
 
     def end_program(self, stderr: IO[bytes] | int, output: bytes) -> None:
@@ -74,17 +69,16 @@ class AttemptLog:
             size = stderr.seek(0, os.SEEK_END)
             stderr.seek(max(0, size - max(self._remaining_bytes - len(output), 0)))
             self._add(stderr.read() + output)
-            Path(stderr.name).unlink(missing_ok=True)
 
     def _add(self, text: bytes) -> bool:
-        if self._path is None:
+        if (path := self._path) is None:
             return False
-        if self._remaining_bytes <= 0:
+        if not text or self._remaining_bytes <= 0:
             return True
         try:
             if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("ab", buffering=0)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
             self._file.write(text[: self._remaining_bytes])
             self._remaining_bytes -= len(text)
             if self._remaining_bytes <= 0:

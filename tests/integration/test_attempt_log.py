@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 
 from spangrad.agent import command as command_module
 from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
-from spangrad.agent.command import AgentCommand
+from spangrad.agent.command import AgentCommand, ProgramFailure
 from tests.support.runners import is_true, until
 
 
@@ -29,20 +30,35 @@ def test_print_on_full_disk_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # it closes without an error
 
 
-def test_attempt_log_end_of_program_on_full_disk_raises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempt_log_end_of_program_on_full_disk_raises_nothing(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     AttemptLog(None).end_program(full, b"output")
     os.close(full)
     log = AttemptLog(str(tmp_path))
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError("read-only")
-
-    monkeypatch.setattr(Path, "unlink", refuse)
     with log.program() as stderr:
         log.end_program(stderr, b"output")
     log.close()
     assert (tmp_path / "output.log").read_bytes() == b"output"
+
+
+def test_attempt_log_closed_keeps_no_later_output(tmp_path: Path) -> None:
+    log, silent = AttemptLog(str(tmp_path / "log")), AttemptLog(str(tmp_path / "silent"))
+    assert log.write("in time")
+    for each in (log, silent):
+        each.close()
+        assert not each.write("late"), "a thread that outlived its attempt prints to the process's own output"
+    assert (tmp_path / "log" / "output.log").read_text() == "in time"
+    assert not (tmp_path / "silent").exists()
+
+
+@pytest.mark.parametrize("interpreter", ["/bin/true", "/no/interpreter"])
+async def test_agent_command_that_prints_nothing_leaves_no_files(tmp_path: Path, interpreter: str) -> None:
+    (program := tmp_path / "program").write_text(f"#!{interpreter}\n")
+    program.chmod(0o755)
+    begin_log(AttemptLog(str(tmp_path / "attempts")))
+    with contextlib.suppress(ProgramFailure):
+        await AgentCommand([str(program)], tmp_path, instrument=False)({}, None)
+    assert [*tmp_path.iterdir()] == [program]
 
 
 async def test_agent_command_that_floods_its_output_takes_little_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
