@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import platform
-import shutil
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, 
 from runner.sandboxes.relay import ServiceRelay
 from runner.workers.agents import AgentSpec, CommandAgent, is_service
 from runner.workers.root_spans import SandboxFacts
-from spangrad.agent.command import SandboxLaunch
+from spangrad.agent.command import SandboxLaunch, program_file
 from spangrad.errors import SandboxError
 from spangrad.settings import Settings
 from spangrad.settings.runner import RunnerSettings
@@ -90,12 +89,12 @@ def policy_of(settings: Settings, agent: CommandAgent) -> SandboxPolicy:
         SandboxError: a service is on another machine, or the image cannot be unpacked.
     """
     runner, directory = settings.runner, agent.directory.resolve()
-    program = shutil.which(agent.command[0]) or shutil.which(agent.command[0], path=str(directory))
+    program = program_file(agent.command[0], directory)
     urls = [settings.gateway.url if settings.runner.gateway else settings.gateway.engine_url, settings.store.otlp_endpoint]
     urls += [settings.queue.url] if settings.queue.url is not None else []
     urls += [agent.environment] if agent.environment and is_service(agent.environment) else []
     services = {} if runner.sandbox.network == "host" else services_of(urls)
-    own = [*own_packages(), *(interpreter_paths(Path(program)) if program else ())] if runner.sandbox.image is None else []
+    own = [*own_packages(), *(interpreter_paths(program) if program else ())] if runner.sandbox.image is None else []
     return policy_from(runner, directory, own, services)
 
 

@@ -291,15 +291,18 @@ def command_line(command: Sequence[str], directory: Path, *, instrument: bool, i
         raise AgentError("the agent's command is empty: give the program and its arguments.")
     if in_image:
         return [_INSTRUMENT, *command] if instrument else [*command]
-    program = _program(command, directory)
-    return [_instrumenter(program), *command] if instrument else [*command]
-
-
-def _program(command: Sequence[str], directory: Path) -> Path:
-    program = shutil.which(command[0]) or shutil.which(command[0], path=str(directory))
+    program = program_file(command[0], directory)
     if program is None:
         raise AgentError(f"the agent's program {command[0]!r} is neither in PATH nor in {directory}.")
-    return Path(program)
+    words = [*command] if shutil.which(command[0]) else [str(program), *command[1:]]
+    return [_instrumenter(program), *words] if instrument else words
+
+
+def program_file(name: str, directory: Path) -> Path | None:
+    """Return the file of a program that runs in a directory: of PATH, or in that directory. None: there is none."""
+    in_path = None if os.sep in name else shutil.which(name)
+    program = in_path or shutil.which(str(directory / name))
+    return Path(program) if program else None
 
 
 def _instrumenter(program: Path) -> str:

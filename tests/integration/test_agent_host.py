@@ -19,6 +19,7 @@ import pytest
 
 from spangrad.agent.command import AgentCommand
 from spangrad.agent.reward_values import rewards_from
+from spangrad.errors import AgentError
 from spangrad.processes import wait_until
 from spangrad.semconv import ROLLOUT_ID
 from tests.support.otlp import OtlpSink
@@ -279,6 +280,18 @@ def test_agent_command_that_system_cannot_start_is_no_failure_of_policy(tmp_path
 async def test_agent_command_output_is_last_line_printed(tmp_path: Path, printed: str, output: object) -> None:
     (tmp_path / "printed").write_bytes(printed.encode())
     assert await AgentCommand(["cat", "printed"], tmp_path, instrument=False)(None, None) == output
+
+
+@pytest.mark.parametrize("program", ["agent.sh", "./agent.sh", "below/../agent.sh"])
+async def test_agent_command_in_its_directory_runs(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory := tmp_path / "directory").mkdir()
+    (directory / "below").mkdir()
+    (directory / "agent.sh").write_text("#!/bin/sh\necho 1\n")
+    (directory / "agent.sh").chmod(0o755)
+    assert await AgentCommand([program], directory, instrument=False)(None, None) == 1
+    monkeypatch.chdir(directory)
+    with pytest.raises(AgentError, match="is neither in PATH nor in"):
+        AgentCommand([program], tmp_path, instrument=False)
 
 
 async def test_agent_command_cancelled_at_its_start_ends_its_process_group(tmp_path: Path) -> None:
