@@ -76,7 +76,13 @@ class SandboxSupervisor:
         terminal, directory, count, *rest = arguments
         words, variables = rest[: int(count)], rest[int(count) :]
         read_end, write_end = os.pipe()  # closed by exec: whatever comes before it is the reason for which it failed
-        if not (pid := os.fork()):
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
+        if not pid:
             try:
                 os.setsid()
                 if terminal:
