@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
@@ -31,3 +32,13 @@ def test_supervisor_start_beyond_the_limit_of_processes_leaves_no_file_open(
     with pytest.raises(BlockingIOError):
         supervisor.do_start([b"", b"", b"1", b"true"], [], [])
     assert own_open_files() == before
+
+
+async def test_supervisor_connect_to_a_port_that_accepts_nothing_does_not_wait(supervisor: SandboxSupervisor) -> None:
+    opened: list[int] = []
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        port = b"%d" % listener.getsockname()[1]
+        for _ in range(3):  # the first ones fill the queue of the listener
+            await asyncio.wait_for(asyncio.to_thread(supervisor.do_connect, [port], [], opened), 5)
+    for descriptor in opened:
+        os.close(descriptor)
