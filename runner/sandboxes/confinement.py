@@ -153,7 +153,9 @@ def main() -> None:
             except OSError as error:
                 os.write(2, f"{command[0]}: {error}\n".encode())
             os._exit(126)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        while (ended := os.waitpid(-1, 0))[0] != pid:
+            pass  # an orphan: until it is waited for, it counts as a process of its user
+        status = os.waitstatus_to_exitcode(ended[1])
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _kill_all()

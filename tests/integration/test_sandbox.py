@@ -56,6 +56,12 @@ async def test_run_program_returns_its_outputs_and_exit_code(sandbox: Sandbox, d
         await sandbox.run(["missing"])
 
 
+async def test_run_many_orphans_one_after_another_stay_below_the_limit_of_processes(sandbox: Sandbox) -> None:
+    script = "for number in $(seq 80); do (sleep 0.02 &); sleep 0.01; done; echo done"
+    result = await sandbox.run(["bash", "-c", script], timeout_seconds=60)
+    assert (result.stdout, result.stderr, result.exit_code) == (b"done\n", b"", 0)
+
+
 async def test_run_over_time_is_killed_with_its_session(sandbox: Sandbox) -> None:
     result = await sandbox.run(["sh", "-c", "echo before; sleep 600 & sleep 600"], timeout_seconds=3)
     assert (result.timed_out, result.exit_code, result.stdout) == (True, -signal.SIGKILL, b"before\n")
