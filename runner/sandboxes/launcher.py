@@ -5,6 +5,7 @@ the command that it becomes. It runs isolated and, as the supervisor, imports no
 take connections before the command begins; the file holds `1` only if it has begun; the command inherits nothing of all this.
 """
 
+import _signal  # pyright: ignore[reportMissingImports]  # it has no stub
 import _socket
 import os
 import sys
@@ -24,6 +25,7 @@ def main() -> None:
         if started >= 0:
             os.set_inheritable(started, False)
             os.pwrite(started, b"1", 0)
+        _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and the command would inherit that
         os.execvp(command[0], command)
     except OSError as error:
         if started >= 0:

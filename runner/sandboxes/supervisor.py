@@ -6,9 +6,10 @@ answer for each, the number with `ok` and a value, or with `error`, its errno an
 else; contents go through descriptors, never through messages.
 
 Each sandbox starts it: it imports nothing that is written in Python, since json, socket, selectors and typing would take twice the time of
-all the rest. `_socket` is the module behind socket.
+all the rest. `_signal` and `_socket` are the modules behind signal and socket.
 """
 
+import _signal  # pyright: ignore[reportMissingImports]  # it has no stub
 import _socket
 import fcntl
 import os
@@ -85,6 +86,7 @@ class SandboxSupervisor:
         if not pid:
             try:
                 os.setsid()
+                _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and programs would inherit that
                 if terminal:
                     fcntl.ioctl(descriptors[1], termios.TIOCSCTTY, 0)
                 for number, descriptor in enumerate(descriptors):

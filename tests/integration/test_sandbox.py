@@ -56,6 +56,11 @@ async def test_run_program_returns_its_outputs_and_exit_code(sandbox: Sandbox, d
         await sandbox.run(["missing"])
 
 
+async def test_run_writer_to_a_closed_pipe_ends_as_outside(sandbox: Sandbox) -> None:
+    result = await sandbox.run(["bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}"])
+    assert (result.stdout, result.stderr) == (b"y\n%d\n" % (128 + signal.SIGPIPE), b"")
+
+
 async def test_run_many_orphans_one_after_another_stay_below_the_limit_of_processes(sandbox: Sandbox) -> None:
     script = "for number in $(seq 80); do (sleep 0.02 &); sleep 0.01; done; echo done"
     result = await sandbox.run(["bash", "-c", script], timeout_seconds=60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
 import textwrap
@@ -199,6 +200,17 @@ async def test_agent_in_a_sandbox_inherits_no_descriptor(rung: SandboxRung, publ
     except SandboxError as error:
         pytest.skip(str(error))
     assert (outcome.failure, outcome.reward) == (None, {"reward": 0.0})
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+async def test_agent_in_a_sandbox_that_writes_to_a_closed_pipe_ends(rung: SandboxRung, public_directory: Path, tmp_path: Path) -> None:
+    command = ("bash", "-c", "yes | head -n 1 >/dev/null; echo ${PIPESTATUS[0]}")
+    try:
+        async with stage(tmp_path, CommandAgent(command, directory=public_directory), engine=rung) as (runner, _):
+            (outcome,) = await run(runner, None)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    assert (outcome.failure, outcome.reward) == (None, {"reward": 128.0 + signal.SIGPIPE})
 
 
 async def test_task_that_demands_a_stronger_sandbox_is_refused(tmp_path: Path) -> None:
