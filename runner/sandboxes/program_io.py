@@ -110,11 +110,19 @@ async def read_all(descriptor: int, most_bytes: int) -> tuple[bytes, bool]:
     return bytes(kept), more
 
 
-async def until_ready(add: Any, remove: Any, descriptor: int) -> None:
-    """Wait until a descriptor can be read or written, by the methods of the event loop that add and remove its callback."""
+async def until_ready(add: Any, remove: Any, descriptor: int, ended: asyncio.Future[int] | None = None) -> None:
+    """Wait until a descriptor can be read or written, by the methods of the event loop that add and remove its callback, or `ended`."""
     ready = asyncio.Event()
+
+    def wake(_: object) -> None:
+        ready.set()
+
     add(descriptor, ready.set)
+    if ended is not None:
+        ended.add_done_callback(wake)
     try:
         await ready.wait()
     finally:
         remove(descriptor)
+        if ended is not None:
+            ended.remove_done_callback(wake)

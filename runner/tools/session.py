@@ -254,7 +254,9 @@ class ToolSession:
                     try:
                         data = os.read(self._terminal, _CHUNK_BYTES)
                     except BlockingIOError:
-                        await until_ready(loop.add_reader, loop.remove_reader, self._terminal)
+                        if self._ended.done():  # what it left behind may hold the terminal open
+                            return False
+                        await until_ready(loop.add_reader, loop.remove_reader, self._terminal, self._ended)
                         continue
                     except OSError:  # Linux's answer when no program has the terminal open any more
                         data = b""

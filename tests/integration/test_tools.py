@@ -145,6 +145,12 @@ async def test_session_that_cannot_restart_closes_no_descriptor_of_others(direct
         pytest.skip(str(error))
 
 
+async def test_shell_that_ends_while_its_children_hold_the_terminal_is_restarted(tools: Toolbox) -> None:
+    with pytest.raises(ToolFailedError, match=r"^begun\n\[the shell ended; the shell was started again\]$"):
+        await asyncio.wait_for(tools.shell("echo begun; setsid sleep 600 & sleep 0.3; exit 4", timeout_seconds=600), 20)
+    assert await tools.shell("echo again") == "again\n"
+
+
 INTERRUPTS = """
 import os, signal, threading, time
 def interrupt():
