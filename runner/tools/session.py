@@ -110,6 +110,9 @@ class ToolSession:
         self._pid = 0
         self._unread: bytes | None = None
         """Bytes that an open action printed after the last result. None: no action is open."""
+        self._restarting: asyncio.Task[None] | None = None
+        """Restart of the program after an action that was cancelled; the next action waits for it."""
+        self._closing = False
 
     @classmethod
     def shell(cls, sandbox: Sandbox, most_bytes: int) -> Self:
@@ -129,7 +132,13 @@ class ToolSession:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._end()
+        """End the program; an action that runs fails."""
+        self._closing = True
+        if self._turn.locked():
+            await end_program(self._sandbox, self._pid, self._ended)
+        async with self._turn:
+            await self._wait_restarted()
+            await self._end()
 
     @property
     def is_open(self) -> bool:
@@ -152,7 +161,7 @@ class ToolSession:
             if self._terminal >= 0:  # otherwise the program is being started again, and no action runs
                 os.write(self._terminal, _INTERRUPT)
             return None
-        self._require_program()
+        await self._require_program()
         if self.is_open:
             async with self._turn:
                 while True:
@@ -180,7 +189,7 @@ class ToolSession:
         """
         data, compiled = action_bytes(action), _compiled(patterns)
         async with self._turn:
-            self._require_program()
+            await self._require_program()
             if self.is_open:
                 raise ToolFailedError("an action is open: write lines to it until it ends, or interrupt it")
             source = (b"terminal\0" if reads else b"\0") if self._is_shell else b""
@@ -198,7 +207,7 @@ class ToolSession:
         if max(map(len, data.split(b"\n"))) > _LINE_BYTES:
             raise ToolFailedError(f"a line has more than {_LINE_BYTES} bytes, which a terminal does not take: give it by a file")
         async with self._turn:
-            self._require_program()
+            await self._require_program()
             if not self.is_open:
                 raise ToolFailedError("no action is open to read a line")
             return await self._waited(timeout_seconds, compiled, True, feed(self._terminal, data))
@@ -211,7 +220,9 @@ class ToolSession:
         try:
             return await self._result(timeout_seconds, patterns, reads, sent)
         except BaseException:  # it is not known where the output of the next action would begin
-            await self._restart()
+            # In a task of its own: where a scope of anyio has cancelled this one, it cancels each wait in it.
+            self._restarting = asyncio.create_task(self._restart())
+            await asyncio.shield(self._restarting)
             raise
 
     async def _result(self, timeout_seconds: float | None, patterns: Patterns, reads: bool, sent: asyncio.Task[None]) -> ActionResult:
@@ -312,9 +323,17 @@ class ToolSession:
     async def _restart(self) -> None:
         self._unread = None
         await self._end()
+        if self._closing:
+            raise SandboxRequestError(f"{self._command[0]} was closed in the sandbox while an action ran. Start another one.")
         await self._start()
 
-    def _require_program(self) -> None:
+    async def _wait_restarted(self) -> None:
+        if self._restarting is not None:
+            await asyncio.wait([self._restarting])
+            self._restarting = None
+
+    async def _require_program(self) -> None:
+        await self._wait_restarted()
         if self._terminal < 0:
             raise SandboxRequestError(f"{self._command[0]} ended in the sandbox, and could not be started again. Start another sandbox.")
 

@@ -25,7 +25,7 @@ from runner.sandboxes.sandbox import Sandbox
 from runner.swe_rex import runtime
 from runner.swe_rex.runtime import RexRuntime
 from runner.swe_rex.server import running
-from runner.swe_rex.wire import RexSession
+from runner.swe_rex.wire import RexAction, RexClosedSession, RexError, RexSession
 from runner.tools import session as tool_session
 from runner.tools.action_spans import ActionSpans
 from runner.tools.session import ToolFailedError, ToolSession
@@ -129,6 +129,25 @@ async def test_rex_runtime_whose_shell_fails_to_close_stops_its_sandbox(policy: 
         await opened.close()
     (stopped,) = started
     assert stopped.process.returncode is not None
+
+
+@pytest.mark.parametrize("end", ["session", "sandbox"])
+async def test_rex_runtime_command_of_a_closed_shell_ends_with_it(policy: SandboxPolicy, end: str) -> None:
+    try:
+        opened = RexRuntime(prepare_tools(policy), ActionSpans(None))
+        await opened.create_session(RexSession(), Context())
+    except SandboxError as error:
+        pytest.skip(str(error))
+    try:
+        acting = asyncio.create_task(opened.run_in_session(RexAction("sleep 600"), Context()))
+        await asyncio.sleep(0.5)
+        await asyncio.wait_for(opened.close_session(RexClosedSession(), Context()) if end == "session" else opened.close(), 20)
+        with pytest.raises(RexError, match="bash was closed in the sandbox while an action ran"):
+            await asyncio.wait_for(acting, 20)
+        await opened.create_session(RexSession(), Context())
+        assert (await opened.run_in_session(RexAction("echo again", timeout=20), Context()))["output"] == "again\n"
+    finally:
+        await opened.close()
 
 
 @asynccontextmanager

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
@@ -148,6 +149,18 @@ async def test_session_that_cannot_restart_closes_no_descriptor_of_others(direct
 async def test_shell_that_ends_while_its_children_hold_the_terminal_is_restarted(tools: Toolbox) -> None:
     with pytest.raises(ToolFailedError, match=r"^begun\n\[the shell ended; the shell was started again\]$"):
         await asyncio.wait_for(tools.shell("echo begun; setsid sleep 600 & sleep 0.3; exit 4", timeout_seconds=600), 20)
+    assert await tools.shell("echo again") == "again\n"
+
+
+async def test_shell_cancelled_by_a_scope_is_restarted(tools: Toolbox) -> None:
+    async def act() -> None:
+        await tools.shell("sleep 600")
+
+    # A scope of anyio, as of a request of MCP, cancels each wait in it.
+    async with anyio.create_task_group() as group:
+        group.start_soon(act)
+        await asyncio.sleep(0.5)
+        group.cancel_scope.cancel()
     assert await tools.shell("echo again") == "again\n"
 
 
