@@ -32,7 +32,7 @@ def main() -> None:
         piece, _, rest = rest.partition(b"\0")
         try:
             signal.signal(signal.SIGINT, interruption)
-            status = _run(piece.decode(), namespace)
+            status = _run(piece.decode(errors="surrogateescape"), namespace)
             sys.stdout.flush()
             sys.stderr.flush()
         except KeyboardInterrupt:

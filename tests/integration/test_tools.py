@@ -218,6 +218,13 @@ async def test_half_of_a_surrogate_pair_is_refused_and_bytes_that_are_no_text_st
     assert await tools.shell("od -An -tx1 /tmp/bytes") == " 61 ff 63\n"
 
 
+async def test_python_code_that_is_no_text_keeps_names(tools: Toolbox) -> None:
+    await tools.python("x = 1")
+    with pytest.raises(ToolFailedError, match=r"surrogates not allowed\n\[exit code 1\]$"):
+        await tools.python("'\udcff'")
+    assert await tools.python("x") == "1\n"
+
+
 async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, tools: Toolbox) -> None:
     assert await tools.call("shell", json.dumps({"command": "echo x"}), "call-1") == "x\n"
     assert await tools.call("shell", {"command": "false"}) == "[exit code 1]"
