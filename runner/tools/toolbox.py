@@ -7,6 +7,7 @@ action failed, so that rules on tool errors see it; no action reaches anything o
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -197,7 +198,8 @@ class Toolbox:
         text, is_whole = await self._text(path)
         if first_line != 1 or lines is not None:
             start = max(0, first_line - 1)
-            text = "".join(text.splitlines(keepends=True)[start : None if lines is None else start + lines])
+            # By newlines alone, as compilers and editors count: `splitlines` takes form feeds and other characters for ends of lines, too.
+            text = "".join(list(io.StringIO(text))[start : None if lines is None else start + lines])
         if len(text) > OUTPUT_BYTES:
             text = f"{text[:OUTPUT_BYTES]}\n[{len(text) - OUTPUT_BYTES} characters left out: read fewer lines]"
         if not is_whole:

@@ -225,6 +225,11 @@ async def test_python_code_that_is_no_text_keeps_names(tools: Toolbox) -> None:
     assert await tools.python("x") == "1\n"
 
 
+async def test_read_file_counts_lines_by_newline_alone(tools: Toolbox) -> None:
+    await tools.write_file("/tmp/lines", "a\x0cb\u2028c\r\nd\r\ne\n")
+    assert await tools.read_file("/tmp/lines", first_line=2, lines=1) == "d\r\n"
+
+
 async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, tools: Toolbox) -> None:
     assert await tools.call("shell", json.dumps({"command": "echo x"}), "call-1") == "x\n"
     assert await tools.call("shell", {"command": "false"}) == "[exit code 1]"
