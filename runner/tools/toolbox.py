@@ -147,6 +147,7 @@ class Toolbox:
                 result = await self._dispatch(name, text)
             except ToolFailedError as error:
                 result, failed = str(error), True
+            result = result.encode(errors="replace").decode()  # no client sends a half of a surrogate pair, which stands for other bytes
             end(result, failed)
         return ToolOutcome(result, failed)
 

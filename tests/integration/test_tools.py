@@ -218,6 +218,12 @@ async def test_half_of_a_surrogate_pair_is_refused_and_bytes_that_are_no_text_st
     assert await tools.shell("od -An -tx1 /tmp/bytes") == " 61 ff 63\n"
 
 
+async def test_call_text_can_be_sent_whatever_bytes_it_shows(tools: Toolbox) -> None:
+    await tools.shell(r"printf 'caf\351' > /tmp/bytes")
+    assert await tools.call("read_file", {"path": "/tmp/bytes"}) == "caf?"
+    assert (await tools.call("read_file", {"path": "/tmp/\udcff"})).endswith(" (/tmp/?).")
+
+
 async def test_python_code_that_is_no_text_keeps_names(tools: Toolbox) -> None:
     await tools.python("x = 1")
     with pytest.raises(ToolFailedError, match=r"surrogates not allowed\n\[exit code 1\]$"):
