@@ -172,12 +172,24 @@ async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
 
 
 async def _connected(target: tuple[str, int]) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    family, kind, protocol, _, address = (await loop.getaddrinfo(*target, type=socket.SOCK_STREAM))[0]
-    service = socket.socket(family, kind, protocol)
+    """Return a connection to the first address of a host that takes one: a name may stand for addresses where no service listens.
+
+    Raises:
+        OSError: none does.
+    """
+    failure = OSError("it has no address")
+    for family, kind, protocol, _, address in await asyncio.get_running_loop().getaddrinfo(*target, type=socket.SOCK_STREAM):
+        try:
+            return await _connected_to(address, socket.socket(family, kind, protocol))
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+async def _connected_to(address: Any, service: socket.socket) -> socket.socket:
     try:
         service.setblocking(False)
-        await loop.sock_connect(service, address)
+        await asyncio.get_running_loop().sock_connect(service, address)
     except BaseException:
         service.close()
         raise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.sandboxes.relay import ServiceRelay, accept_all
+from runner.sandboxes.relay import ServiceRelay, _connected, accept_all
 from tests.support.processes import own_open_files
 from tests.support.runners import is_true, no_descriptors, until
 
@@ -75,3 +75,19 @@ async def test_service_relay_descriptor_that_is_no_listener_is_closed(
     assert reason in caplog.text
     assert "Raise the limit" not in caplog.text
     assert failures == []
+
+
+async def test_relay_connects_to_any_address_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as closed:
+        addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (closed, listener)]
+        closed.close()
+
+        async def resolve(*_: object, **__: object) -> list[object]:
+            return [*addresses]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
+        with await _connected(("localhost", 80)) as service:
+            assert service.getpeername() == listener.getsockname()
+        listener.close()
+        with pytest.raises(ConnectionRefusedError):
+            await _connected(("localhost", 80))
