@@ -52,8 +52,10 @@ def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> li
             interpreter, needed = str(inner_interpreter(policy.image)), []
         covered = {*shown, *(map(Path, SYSTEM) if policy.image is None else ())}
         shown += [path for path in (*needed, Path(launcher.__file__)) if not {path, *path.parents} & covered]
-        ports = "" if policy.host_network else ",".join(map(str, policy.services))
-        inner += [interpreter, "-I", "-S", launcher.__file__, STARTED_VARIABLE, str(control), ports]
+        services = {} if policy.host_network else policy.services
+        # Programs try the address of IPv4 for `localhost` as well.
+        addresses = [f"{host if host == '::1' else '127.0.0.1'}:{port}" for port, (host, _) in services.items()]
+        inner += [interpreter, "-I", "-S", launcher.__file__, STARTED_VARIABLE, str(control), ",".join(addresses)]
     switch = 'setpriv --reuid="$user" --regid="$user" --clear-groups --inh-caps=-all -- ' if root else ""
     script = (
         f"{f'user=$(({FIRST_USER} + $$)); ' if root else ''}exec {_FILTER_DESCRIPTOR}<{shlex.quote(str(filter_file.resolve()))}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import textwrap
@@ -18,10 +19,14 @@ import pytest
 
 from runner.runner import Outcome, Runner
 from runner.sandboxes import bubblewrap, confinement
+from runner.sandboxes.engines import choose
+from runner.sandboxes.policy import SandboxLimits, SandboxPolicy, services_of
+from runner.sandboxes.relay import ServiceRelay
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent
 from spangrad import semconv
 from spangrad.agent.command import STARTED_VARIABLE
 from spangrad.errors import SandboxError
+from spangrad.http.service import in_url
 from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSettings
 from spangrad.types import AttemptFailure, Mode, SandboxRung, Task
 from tests.support.images import layer, system_files, write_image
@@ -111,6 +116,27 @@ async def test_agent_in_bubblewrap_reaches_its_services_alone(tmp_path: Path, mo
             inside = sink.named("in the program")
             assert {span.parent_id for span in inside} == {root.span_id for root in roots.values()}
     await until(lambda: is_true(not _of_directory(directory)))  # they are killed, and on a busy machine yet to end
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+async def test_program_in_bubblewrap_reaches_a_service_at_its_address(tmp_path: Path, address: str) -> None:
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as service:
+        service.setblocking(False)
+        port = service.getsockname()[1]
+        services = services_of([f"http://{in_url(address)}:{port}"])
+        policy = SandboxPolicy(tmp_path, (), services, False, SandboxLimits(64, 2**30, 2**24), engine=SandboxRung.BUBBLEWRAP)
+        async with ServiceRelay(services) as relay:
+            engine = await asyncio.to_thread(choose, policy, relay.descriptor)
+            script = f"exec 3<>/dev/tcp/{address}/{port} && echo hello >&3 && cat <&3"
+            program = await asyncio.create_subprocess_exec(*engine.prefix, "bash", "-c", script, pass_fds=[relay.descriptor])
+            accepting = asyncio.create_task(asyncio.get_running_loop().sock_accept(service))
+            ending = asyncio.create_task(program.wait())
+            await asyncio.wait([accepting, ending], return_when=asyncio.FIRST_COMPLETED)
+            assert accepting.done(), "the program has ended without a connection"
+            with accepting.result()[0] as connection:
+                assert await asyncio.get_running_loop().sock_recv(connection, 100) == b"hello\n"
+            assert await ending == 0
 
 
 @needs_bubblewrap
