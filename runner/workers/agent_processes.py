@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 from runner.workers.agents import AgentSpec, ContainerAgent, host_command, initialises
@@ -30,6 +30,7 @@ from spangrad.processes import MARK, begin_agent, kill_group, kill_marked
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
 
+T = TypeVar("T")
 _START_SECONDS = 120.0
 _DRAIN_SECONDS = 1.0
 """Time for which a dead host's answers are read, in seconds: a process that it left behind may hold their pipe open for ever."""
@@ -283,7 +284,7 @@ class HostPool:
         """Hosts that get jobs, with their numbers."""
         self._busy: dict[AgentHost, int] = {}
         """Number of taken slots of each host that is not stopped."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def takes_image(self, image: str) -> bool:
         """Return whether an attempt may name this container image."""
@@ -295,7 +296,7 @@ class HostPool:
         Raises:
             AgentError: the agent cannot be loaded.
         """
-        hosts = await asyncio.gather(*(self._start(number) for number in range(self._host_count)))
+        hosts = await asyncio.gather(*(self._in_background(self._start(number)) for number in range(self._host_count)))
         for place in range(self._slot_count):
             self._slots.put_nowait(hosts[place % self._host_count])
 
@@ -342,10 +343,12 @@ class HostPool:
         await host.stop()
         self._busy.pop(host, None)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin work that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def take(self) -> AgentHost:
         """Wait for a free slot, take it, and return its host; `give` returns the slot.
