@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NoReturn
 
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 
@@ -54,7 +55,12 @@ def exit_process() -> NoReturn:
     """End this process with exit code 0 without waiting for its threads, once its spans are sent and its outputs written."""
     provider = trace.get_tracer_provider()
     if isinstance(provider, TracerProvider):
-        provider.shutdown()
+        for processor in _processors(provider):
+            try:
+                with plain_exceptions():
+                    processor.shutdown()
+            except USER_ERRORS as error:
+                _report_failure("shutdown", error)
     for output in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # its reader has gone, or it is closed
             output.flush()
@@ -67,9 +73,19 @@ def _force_flush(provider: TracerProvider) -> bool:
         with plain_exceptions():
             return provider.force_flush(_FLUSH_MILLISECONDS)
     except USER_ERRORS as error:
-        print(f"spangrad: a span processor fails in force_flush: {type(error).__name__}: {error}", file=sys.stderr)
+        _report_failure("force_flush", error)
     flushed: list[bool] = []
-    for processor in provider._active_span_processor._span_processors:  # pyright: ignore[reportPrivateUsage]  # nothing else lists them
+    for processor in _processors(provider):
         with suppress(*USER_ERRORS), plain_exceptions():
             flushed.append(processor.force_flush(_FLUSH_MILLISECONDS))
     return bool(flushed) and all(flushed)
+
+
+def _processors(provider: TracerProvider) -> Sequence[SpanProcessor]:
+    return provider._active_span_processor._span_processors  # pyright: ignore[reportPrivateUsage]  # nothing else lists them
+
+
+def _report_failure(method: str, error: BaseException) -> None:
+    """Print that a span processor, which is an agent's, raised; also where standard error has no reader any more."""
+    with suppress(OSError, ValueError):
+        print(f"spangrad: a span processor fails in {method}: {type(error).__name__}: {error}", file=sys.stderr)

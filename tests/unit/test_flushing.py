@@ -33,6 +33,9 @@ class FailingProcessor(SpanProcessor):
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         raise self._error
 
+    def shutdown(self) -> None:
+        raise self._error
+
 
 @pytest.fixture
 def provider(monkeypatch: pytest.MonkeyPatch) -> CountingProvider:
@@ -95,3 +98,17 @@ async def test_flusher_processor_that_raises_leaves_spans_sent(
         assert [span.name for span in sink.spans] == ["last"]
         ours.shutdown()
     assert f"a span processor fails in force_flush: {type(error).__name__}: {error}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by a user"), SystemExit(3)])
+def test_exit_process_ends_where_a_processor_raises_and_sends_spans(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, codes = TracerProvider(shutdown_on_exit=False), list[int]()
+    monkeypatch.setattr("spangrad.agent.flushing.trace.get_tracer_provider", lambda: provider)
+    monkeypatch.setattr(flushing.os, "_exit", codes.append)
+    with OtlpSink() as sink:
+        provider.add_span_processor(FailingProcessor(error))
+        provider.add_span_processor(LosslessSpanProcessor(f"{sink.url}/v1/traces", delay_seconds=60))
+        provider.get_tracer("agent").start_span("last").end()
+        flushing.exit_process()
+        assert [span.name for span in sink.spans] == ["last"]
+    assert codes == [0]
