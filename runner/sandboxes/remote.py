@@ -25,6 +25,8 @@ from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.http.service import without_userinfo
 from spangrad.types import SandboxRung
 
+_STOP_SECONDS = 60.0
+"""Time limit of the end of a sandbox, in seconds: a server may be busy with a command before it answers."""
 _RAISED_STATUS = 511
 """HTTP status by which a server says that a request raised: the protocol's own."""
 _REMEDY = "Start it (`swerex-remote`, or `spangrad tools --swe-rex`), or change runner.sandbox.url."
@@ -218,14 +220,15 @@ class RemoteSandbox:
         raise SandboxRequestError(f"SWE-ReX passes no connections, so port {port} cannot be exposed. Use an engine of this machine.")
 
     async def stop(self) -> None:
-        """Remove the private directory, end the server's sessions, and disconnect; idempotent."""
+        """Remove the private directory, end the server's sessions, and disconnect, in bounded time; idempotent."""
         session = self._session
         if session is None or session.closed:
             return
         try:
-            await self._execute(["rm", "-rf", self.home])
-            await self._send("close")
-        except SandboxRequestError:
+            async with asyncio.timeout(_STOP_SECONDS):
+                await self._execute(["rm", "-rf", self.home])
+                await self._send("close")
+        except (SandboxRequestError, TimeoutError):
             pass  # a server that is away has nothing left to end
         finally:
             await session.close()
