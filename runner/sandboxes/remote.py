@@ -25,7 +25,7 @@ from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.http.service import without_userinfo
 from spangrad.types import SandboxRung
 
-_STOP_SECONDS = 60.0
+STOP_SECONDS = 60.0
 """Time limit of the end of a sandbox, in seconds: a server may be busy with a command before it answers."""
 _RAISED_STATUS = 511
 """HTTP status by which a server says that a request raised: the protocol's own."""
@@ -225,7 +225,7 @@ class RemoteSandbox:
         if session is None or session.closed:
             return
         try:
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS):
                 await self._execute(["rm", "-rf", self.home])
                 await self._send("close")
         except (SandboxRequestError, TimeoutError):

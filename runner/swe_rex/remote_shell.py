@@ -9,6 +9,7 @@ import shlex
 import uuid
 from typing import Any, Self
 
+from runner.sandboxes import remote
 from runner.sandboxes.remote import RemoteError, RemoteSandbox
 from runner.tools.output import shortened
 from runner.tools.session import UNKNOWN_CODE, ActionResult, action_bytes
@@ -121,8 +122,9 @@ class RemoteShell:
 
     async def _end(self) -> None:
         try:
-            await self._sandbox.ask("close_session", {"session": self._session, "session_type": "bash"})
-        except SandboxRequestError:
+            async with asyncio.timeout(remote.STOP_SECONDS):
+                await self._sandbox.ask("close_session", {"session": self._session, "session_type": "bash"})
+        except (SandboxRequestError, TimeoutError):
             pass  # the session or the server has ended
 
     def _kept(self, output: str) -> str:
