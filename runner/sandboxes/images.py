@@ -15,12 +15,12 @@ import platform
 import shutil
 import tarfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from spangrad.errors import SandboxError
+from spangrad.errors import JSON_ERRORS, SandboxError
 
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
@@ -103,12 +103,14 @@ def _layout(source: Path) -> Generator[_Layout]:
     if source.is_dir():
         yield _Layout(source, None)
         return
-    try:
-        archive = tarfile.open(source)  # noqa: SIM115  # its block is the caller's, whose errors are others
-    except (OSError, tarfile.TarError) as error:
-        raise SandboxError(f"the image {source} is neither a directory nor a tar archive ({error}). Name an OCI layout.") from None
-    with archive:
-        yield _Layout(source, archive)
+    with ExitStack() as stack:
+        try:
+            layout = _Layout(source, stack.enter_context(tarfile.open(source)))
+        except (OSError, tarfile.TarError) as error:
+            raise SandboxError(
+                f"the image {source} is neither a directory nor a whole tar archive ({error}). Name an OCI layout, or write it again."
+            ) from None
+        yield layout
 
 
 def unpack(source: Path, cache: Path) -> UnpackedImage:
@@ -147,7 +149,10 @@ def _interpreter(root: Path, variables: Mapping[str, str]) -> Path | None:
 def _manifest_digest(layout: _Layout, source: Path) -> str:
     """Return the digest of the manifest for this machine, through indexes of several platforms."""
     with layout.open("index.json") as opened:
-        index: dict[str, Any] = json.load(opened)
+        try:
+            index: dict[str, Any] = json.load(opened)
+        except JSON_ERRORS as error:
+            raise SandboxError(f"{source} is damaged: index.json is no JSON ({error}). Write it again.") from None
     machine = _MACHINES.get(platform.machine(), platform.machine())
     while True:
         fitting = [entry for entry in index.get("manifests", []) if _fits(entry.get("platform"), machine)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -72,6 +74,19 @@ def test_unpack_circle_of_links_is_refused(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("sha256") and path.is_dir()]
 
 
+def test_unpack_archive_or_index_that_was_cut_off_is_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "image", [layer({"a": b"1" * 5000})])
+    with tarfile.open(tmp_path / "image.tar", "w") as archive:
+        archive.add(tmp_path / "image", ".")
+    for size in (700, 3000, (tmp_path / "image.tar").stat().st_size - 12_000):
+        os.truncate(shutil.copy(tmp_path / "image.tar", tmp_path / "cut.tar"), size)
+        with pytest.raises(SandboxError, match=r"(?s)cut\.tar is neither a directory nor a whole tar archive .*write it again\."):
+            unpack(tmp_path / "cut.tar", tmp_path / "cache")
+    os.truncate(tmp_path / "image/index.json", 20)
+    with pytest.raises(SandboxError, match=r"image is damaged: index\.json is no JSON .*\. Write it again"):
+        unpack(tmp_path / "image", tmp_path / "cache")
+
+
 def test_unpack_damaged_or_foreign_images_are_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "image", [layer({"a": b"1"})])
     blob = max((tmp_path / "image/blobs/sha256").iterdir(), key=lambda path: path.read_bytes()[:2] == b"\x1f\x8b")
@@ -82,7 +97,7 @@ def test_unpack_damaged_or_foreign_images_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=r"holds no index.json: it is no OCI image layout\. Write one, for example"):
         unpack(tmp_path / "empty", tmp_path / "cache")
     (tmp_path / "file").write_text("no archive")
-    with pytest.raises(SandboxError, match="is neither a directory nor a tar archive"):
+    with pytest.raises(SandboxError, match="is neither a directory nor a whole tar archive"):
         unpack(tmp_path / "file", tmp_path / "cache")
     write_image(tmp_path / "zstd", [b"\x28\xb5\x2f\xfd compressed otherwise"])
     with pytest.raises(SandboxError, match=r"cannot be read: .*\. Write it with gzip"):
