@@ -236,6 +236,9 @@ class Sandbox:
         """
         process = await self.open_process(command, environment=environment, directory=directory)
         outputs = [asyncio.create_task(read_all(descriptor, most_bytes)) for descriptor in (process.stdout, process.stderr)]
+        # Not after the waits below: where a scope of anyio cancels this, it cancels each of them.
+        outputs[0].add_done_callback(lambda _: os.close(process.stdout))
+        outputs[1].add_done_callback(lambda _: os.close(process.stderr))
         feeding = asyncio.create_task(feed(process.stdin, stdin))
         feeding.add_done_callback(lambda _: process.close_stdin())
         timed_out = False
@@ -256,7 +259,6 @@ class Sandbox:
                 task.cancel()
             read = await asyncio.gather(*outputs, return_exceptions=True)
             await asyncio.gather(feeding, return_exceptions=True)
-            process.close()
         (stdout, more), (stderr, still_more) = (part if isinstance(part, tuple) else (b"", True) for part in read)
         return ProgramResult(code, stdout, stderr, more or still_more, timed_out)
 
@@ -393,8 +395,6 @@ def _message(number: int, do: str, arguments: Sequence[object]) -> bytes:
     if unusable is not None:
         raise SandboxRequestError(f"{do} in the sandbox: {unusable[:100]!r} has a character that no path, word or variable can have.")
     message = supervisor.SEPARATOR.join(fields)
-    if len(message) > supervisor.MESSAGE_BYTES:
-        raise SandboxRequestError(
-            f"{do} in the sandbox: a request has {len(message):,} bytes, at most {supervisor.MESSAGE_BYTES:,}. Write long words to a file."
-        )
+    if len(message) > (most := supervisor.MESSAGE_BYTES):
+        raise SandboxRequestError(f"{do} in the sandbox: a request of {len(message):,} bytes exceeds {most:,}. Write long words to a file.")
     return message

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
 
+import anyio
 import psutil
 import pytest
 
@@ -88,6 +89,21 @@ async def test_run_cancelled_ends_its_program_and_keeps_no_exit_code(sandbox: Sa
     process.close()
     await until(lambda: is_true(not sandbox._ends))
     assert failures == []
+
+
+async def test_run_cancelled_by_a_scope_leaves_no_pipe_open(sandbox: Sandbox) -> None:
+    async def act() -> None:
+        await sandbox.run(["sleep", "86416"])
+
+    await sandbox.run(["true"])
+    before = _open_files()
+    # A scope of anyio cancels each wait in it.
+    async with anyio.create_task_group() as group:
+        group.start_soon(act)
+        await until(lambda: is_true(sandbox._ends))
+        group.cancel_scope.cancel()
+    await until(lambda: is_true(not _running("sleep", "86416") and not sandbox._ends))
+    assert _open_files() == before
 
 
 async def test_run_cancelled_while_its_program_starts_ends_it(sandbox: Sandbox) -> None:
