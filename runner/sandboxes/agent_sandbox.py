@@ -14,10 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from runner.sandboxes.bubblewrap import PRIVATE_DIRECTORY
 from runner.sandboxes.engines import choose
 from runner.sandboxes.images import unpack
-from runner.sandboxes.policy import RemoteServer, SandboxLimits, SandboxPolicy, interpreter_paths, own_packages, services_of
+from runner.sandboxes.policy import (
+    PRIVATE_VARIABLES,
+    RemoteServer,
+    SandboxLimits,
+    SandboxPolicy,
+    interpreter_paths,
+    own_packages,
+    services_of,
+)
 from runner.sandboxes.relay import ServiceRelay
 from runner.workers.agents import AgentSpec, CommandAgent, is_service
 from runner.workers.root_spans import SandboxFacts
@@ -74,8 +81,7 @@ async def open_agent_sandbox(settings: Settings, agent: AgentSpec) -> AsyncGener
         engine = await asyncio.to_thread(choose, policy, relay.descriptor)
         _logger.info("agents run in sandboxes of %s: %s", engine.rung, engine.reason)
         image = policy.image
-        private = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
-        assigned = private if image is None else {**image.variables, **private}
+        assigned = {**(image.variables if image else {}), **PRIVATE_VARIABLES}
         # The launcher of bubblewrap alone uses the relay's socket, and closes it before the agent's program begins.
         inherited = (relay.descriptor,) if engine.rung is SandboxRung.BUBBLEWRAP else ()
         launch = SandboxLaunch(engine.prefix, tuple(sandbox.variables), assigned, inherited, has_image=image is not None)

@@ -16,13 +16,11 @@ from pathlib import Path
 
 from runner.sandboxes import launcher
 from runner.sandboxes.images import binds
-from runner.sandboxes.policy import SYSTEM, SandboxPolicy, inner_interpreter
+from runner.sandboxes.policy import PRIVATE_DIRECTORY, SYSTEM, SandboxPolicy, inner_interpreter
 from spangrad.agent.command import STARTED_VARIABLE
 
 FIRST_USER = 0x6F000000
 """Smallest user id of sandboxes that root starts; the process id is added, so that no two that live have the same."""
-PRIVATE_DIRECTORY = "/tmp"
-"""Private, writable directory in a sandbox: home and temporary directory."""
 _FILTER_DESCRIPTOR = 9
 
 

@@ -33,6 +33,10 @@ CONFIGURATION = tuple(
     )
 )  # fmt: skip
 """Files of /etc that programs need and that hold no secret."""
+PRIVATE_DIRECTORY = "/tmp"
+"""Private, writable directory in a sandbox: home and temporary directory."""
+PRIVATE_VARIABLES: Mapping[str, str] = {"HOME": PRIVATE_DIRECTORY, "TMPDIR": PRIVATE_DIRECTORY, "USER": "agent", "LOGNAME": "agent"}
+"""Environment variables of a program in a sandbox that are not those of this process."""
 _SYSTEM_INTERPRETER = Path("/usr/bin/python3")
 _HOME = re.compile(r"^home\s*=\s*(.+?)\s*$", re.MULTILINE)
 NAME_SERVERS = "/etc/resolv.conf"
@@ -130,7 +134,7 @@ def inner_environment(image: UnpackedImage | None) -> dict[str, str]:
     """Return the environment variables of programs in sandboxes: the image's or this process's own, and those of a private home."""
     names = ("PATH", "LANG", "LC_ALL", "TZ")
     kept = {name: os.environ[name] for name in names if name in os.environ} if image is None else dict(image.variables)
-    return kept | {"HOME": "/tmp", "TMPDIR": "/tmp", "USER": "agent", "LOGNAME": "agent"}
+    return {**kept, **PRIVATE_VARIABLES}
 
 
 def interpreter_paths(program: Path) -> Iterator[Path]:

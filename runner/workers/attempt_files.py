@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runner.ids import file_name
+from spangrad.agent.attempt_log import FILE
 from spangrad.text_sanitizer import storable
 
 _logger = logging.getLogger(__name__)
 
-LOG = "output.log"
 LOG_TAIL_BYTES = 8192
 """Size of the end of a log that the span store gets, in bytes."""
 _HOST_TAIL_BYTES = 2000
@@ -66,7 +66,7 @@ class AttemptFiles:
         """Return the end of what an attempt printed; empty if it printed nothing, or no files are kept."""
         where = self.directory(rollout_id, attempt)
         try:
-            return storable(_end_of(Path(where or os.devnull) / LOG, LOG_TAIL_BYTES))
+            return storable(_end_of(Path(where or os.devnull) / FILE, LOG_TAIL_BYTES))
         except OSError:
             return ""
 
@@ -93,7 +93,7 @@ class AttemptFiles:
         """Return the logs of a rollout's attempts on this machine, by attempt."""
         root = self._root / file_name(rollout_id)
         numbers = sorted(int(path.name) for path in root.iterdir() if path.name.isdigit()) if root.is_dir() else []
-        return {number: log for number in numbers if (log := root / str(number) / LOG).exists()}
+        return {number: log for number in numbers if (log := root / str(number) / FILE).exists()}
 
 
 def _end_of(file: Path, most_bytes: int, start: int = 0) -> str:

@@ -78,7 +78,7 @@ class GatewayClient:
 
     def endpoint(self, key: RolloutKey) -> str:
         """Return the OpenAI-compatible base URL of an attempt."""
-        return f"{self._url}{_attempt(key)}/v1"
+        return f"{self._url}/rollout/{quote(key.rollout_id, safe='')}/attempt/{key.attempt}/v1"
 
     async def announce(self, attempt: AnnouncedAttempt) -> None:
         """Announce that an attempt begins.
@@ -134,7 +134,3 @@ class GatewayClient:
             if error.http_status == 404:
                 return None
             raise
-
-
-def _attempt(key: RolloutKey) -> str:
-    return f"/rollout/{quote(key.rollout_id, safe='')}/attempt/{key.attempt}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 FILE = "output.log"
+"""Name of the file of a log."""
 _LIMIT_BYTES = 2**20
 """Largest size of a log, in bytes."""
 _PUNCH_HOLE = 0b11
