@@ -218,7 +218,7 @@ async def test_half_of_a_surrogate_pair_is_refused_and_bytes_that_are_no_text_st
     assert await tools.shell("od -An -tx1 /tmp/bytes") == " 61 ff 63\n"
 
 
-async def test_call_text_can_be_sent_whatever_bytes_it_shows(tools: Toolbox) -> None:
+async def test_call_text_of_bytes_beyond_utf8_can_be_sent(tools: Toolbox) -> None:
     await tools.shell(r"printf 'caf\351' > /tmp/bytes")
     assert await tools.call("read_file", {"path": "/tmp/bytes"}) == "caf?"
     assert (await tools.call("read_file", {"path": "/tmp/\udcff"})).endswith(" (/tmp/?).")
