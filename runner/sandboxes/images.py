@@ -141,7 +141,7 @@ def unpack(source: Path, cache: Path) -> UnpackedImage:
 def _interpreter(root: Path, variables: Mapping[str, str]) -> Path | None:
     for directory in variables["PATH"].split(":"):
         path = Path(directory) / "python3"
-        if path.is_absolute() and os.path.lexists(root / path.relative_to("/")):
+        if path.is_absolute() and os.path.lexists(_inside(root, _parts(directory), create=False) / "python3"):
             return path
     return None
 
@@ -225,8 +225,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _inside(root: Path, parts: Sequence[str]) -> Path:
+def _inside(root: Path, parts: Sequence[str], *, create: bool = True) -> Path:
     """Return a directory of an image, created if it is not there; links are followed as inside the image, and never leave it.
+
+    Without `create`, the path of a directory that is not there is one where nothing is.
 
     Raises:
         SandboxError: links lead in a circle.
@@ -246,6 +248,8 @@ def _inside(root: Path, parts: Sequence[str]) -> Path:
             left = [part for part in target.parts if part != "/"] + left
             continue
         if not path.is_dir():
+            if not create:
+                return path
             path.unlink(missing_ok=True)
             path.mkdir(mode=0o755)
         current = path

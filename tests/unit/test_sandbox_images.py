@@ -74,6 +74,22 @@ def test_unpack_circle_of_links_is_refused(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("sha256") and path.is_dir()]
 
 
+@pytest.mark.parametrize(
+    ("entries", "path", "interpreter"),
+    [
+        ({"opt/python-3.12/bin/python3": b"", "opt/python": "/opt/python-3.12"}, "/opt/python/bin", "/opt/python/bin/python3"),
+        ({"bin": "/usr/bin", "usr/bin/true": b""}, "/bin:/sbin", None),
+    ],
+)
+def test_unpack_interpreter_behind_absolute_link_is_that_of_the_image(
+    tmp_path: Path, entries: dict[str, bytes | str], path: str, interpreter: str | None
+) -> None:
+    write_image(tmp_path / "image", [layer(entries)], [f"PATH={path}"])
+    image = unpack(tmp_path / "image", tmp_path / "cache")
+    assert image.interpreter == (interpreter and Path(interpreter))
+    assert not (image.root / "sbin").exists()
+
+
 def test_unpack_archive_or_index_that_was_cut_off_is_refused(tmp_path: Path) -> None:
     write_image(tmp_path / "image", [layer({"a": b"1" * 5000})])
     with tarfile.open(tmp_path / "image.tar", "w") as archive:
