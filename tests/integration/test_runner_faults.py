@@ -32,7 +32,6 @@ from spangrad.settings import GatewaySettings, RunnerSettings, Settings, StoreSe
 from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, is_true, kill, until
-from tests.support.worker_kills import runs
 
 AGENT = """
     import asyncio, os, pathlib, signal, time
@@ -101,22 +100,6 @@ print(json.dumps(dict(ready=True)), flush=True)
 for line in sys.stdin:
     name = json.loads(line).get("id")
     print(json.dumps(dict(id=name, reward=1.0, failure=None, detail="", stuck=False, flushed=True)), flush=True)
-"""
-
-ONE_LOADS = """#!{python}
-import os, pathlib, sys, time
-
-directory = pathlib.Path(__file__).parent
-try:
-    (directory / "loading").touch(exist_ok=False)
-except FileExistsError:
-    while not (directory / "loading").read_text():
-        time.sleep(0.01)
-    sys.exit(3)
-(directory / "loading").write_text(str(os.getpid()))
-time.sleep(1)
-print('{{"ready": true}}', flush=True)
-sys.stdin.read()
 """
 
 
@@ -390,18 +373,6 @@ async def test_host_pool_start_without_resources_is_tried_again(pool: HostPool, 
     with refused if refusals > 2 else contextlib.nullcontext():
         await pool.start()
     assert errors == []
-
-
-async def test_host_pool_closed_after_a_failed_start_leaves_no_process(tmp_path: Path) -> None:
-    host = tmp_path / "host.py"
-    host.write_text(ONE_LOADS.format(python=sys.executable))
-    host.chmod(0o755)
-    pool = HostPool(CallableAgent("any:agent", python=host), RunnerSettings(directory=tmp_path, concurrency=2, workers=2), os.environ)
-    with pytest.raises(AgentError, match="the agent cannot be loaded"):
-        await pool.start()
-    await pool.close()
-    loading = int((tmp_path / "loading").read_text())
-    await until(lambda: is_true(not runs(loading)), 10)
 
 
 def test_run_command_sigterm_ends_and_sends_root_spans(tmp_path: Path) -> None:
