@@ -261,11 +261,15 @@ async def test_call_records_a_span_of_each_action(spans: InMemorySpanExporter, t
 
 async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: Path) -> None:
     trace_id, parent = "ab" * 16, "cd" * 8
+    of_agent = {
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20of-agents",
+        "BAGGAGE": "spangrad.rollout.id=ro,spangrad.rollout.attempt=0",
+    }
     with OtlpSink() as sink:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=["-P", "-m", "spangrad", "tools", "--directory", str(directory), "--set", f"store.otlp_endpoint={sink.url}"],
-            env={**os.environ, "TRACEPARENT": f"00-{trace_id}-{parent}-01", "BAGGAGE": "spangrad.rollout.id=ro,spangrad.rollout.attempt=0"},
+            env={**os.environ, **of_agent, "TRACEPARENT": f"00-{trace_id}-{parent}-01"},
         )
         async with stdio_client(parameters) as (reading, writing), ClientSession(reading, writing) as session:
             await session.initialize()
@@ -276,6 +280,7 @@ async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: P
         assert wrong.is_error
         spans = [*sink.named("execute_tool shell"), *sink.named("execute_tool python")]
         assert [(span.trace_id, span.parent_id, span.attributes[semconv.ROLLOUT_ID]) for span in spans] == [(trace_id, parent, "ro")] * 2
+        assert {request.get("authorization") for request in sink.requests} == {"Bearer of-agents"}
 
 
 def test_definitions_name_all_arguments() -> None:

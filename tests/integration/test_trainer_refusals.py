@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import torch
 
-from spangrad.errors import BadRowsError, LedgerError
+from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from tests.support.policies import sampled_rows, state_facts, trainer_settings
 from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
@@ -103,6 +103,20 @@ def test_step_after_a_refusal_at_any_micro_batch_equals_the_step_alone(
         require_same(facts(engine, tmp_path), stepped)
     assert count >= 3, "one micro-batch shows nothing"
     assert {0, count // 2, count - 1} <= held_at
+
+
+def test_refusal_of_rows_is_kept_where_stuck_ranks_were_ended(tiny_model: Path, other: Batch, monkeypatch: pytest.MonkeyPatch):
+    engine = VerlOptimizer(tiny_model, trainer_settings(**SETTINGS))
+    everywhere = engine._workers.everywhere
+
+    def ended(method: str, *arguments: object) -> object:
+        if method == "undo_step":
+            raise TrainerError("the trainer's workers have ended")
+        return everywhere(method, *arguments)
+
+    monkeypatch.setattr(engine._workers, "everywhere", ended)
+    with pytest.raises(BadRowsError, match="so no step was taken"):
+        engine.step(wrong_at(other, 0))
 
 
 def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, good: Batch, other: Batch, tmp_path: Path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spangrad.errors import BadRowsError, LedgerError
+from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums
 from trainer.credit.learning import check
@@ -96,8 +96,8 @@ class VerlOptimizer:
             `reshaped.corrected`'s, where rows are reshaped; updated (number of optimizer steps).
 
         Raises:
-            BadRowsError: rows fail a check, and everything is as before.
-            LedgerError: `before_update` raised it, and everything is as before.
+            BadRowsError: rows fail a check, and everything is as before; or ranks that were stuck meanwhile have been ended.
+            LedgerError: `before_update` raised it, and the same holds.
         """
         self._check.require_recorded(batch)
         order = self._order.get_state()
@@ -106,8 +106,11 @@ class VerlOptimizer:
         try:
             self._workers.run(phases)
             metrics = phases.end()
-        except (BadRowsError, LedgerError):
-            self._workers.everywhere("undo_step")
+        except (BadRowsError, LedgerError) as refusal:
+            try:
+                self._workers.everywhere("undo_step")
+            except TrainerError:  # ranks that were stuck were ended, as the next step says; the refusal must be kept for the next start
+                raise refusal from None
             self._order.set_state(order)
             raise
         self.token_values = phases.token_values()
