@@ -146,8 +146,8 @@ KEEP = CallsInFlight()
 
 
 def holds(backend: Backend, expected: EngineSums) -> bool:
-    """Return whether a backend serves these weights, under any version, as far as the gateway knows."""
-    compared = backend.held is not None and backend.scope is not ChecksumScope.OFF
+    """Return whether a backend serves these weights, under any version. False where a tensor is not compared: it may differ."""
+    compared = backend.held is not None and not backend.held.unread and backend.scope is not ChecksumScope.OFF
     return compared and backend.status is BackendStatus.SERVING and backend.checksum == expected.checksum
 
 

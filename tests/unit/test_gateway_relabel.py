@@ -6,7 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
@@ -69,6 +71,19 @@ async def test_publish_zero_adapter_changes_version_of_base_only(tmp_path: Path)
         body = {"version": 1, "path": str(base), "checksum": checksum}
         assert (await ask(stage, "POST", f"{POLICY}/versions", body))[0] == 200
         assert stage.engine.orders == RELABELLING
+
+
+async def test_publish_loads_weights_that_differ_only_in_uncompared_tensors(tmp_path: Path) -> None:
+    """A merged adapter changes linear layers alone, which a quantised engine holds in a form of its own."""
+    weights = models(tmp_path, 2)
+    for directory in weights:
+        save_file({**load_file(directory / "model.safetensors"), "norm": np.ones(2, np.float32)}, directory / "model.safetensors")
+    async with staged(FakeEngine(model=str(weights[0]), checksum=checksum_directory(weights[0]), unread={"w": "as int8"})) as stage:
+        await stage.readiness("serving")
+        stage.engine.orders.clear()
+        assert (await publish(stage, weights, 1))[0] == 200
+        assert stage.engine.orders == LOADING
+        assert stage.engine.checksum == checksum_directory(weights[1])
 
 
 async def test_publish_to_engine_with_unexpected_weights_loads_them(weights: list[Path]) -> None:
