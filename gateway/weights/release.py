@@ -91,6 +91,10 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         expected = Expected(release, request.sender)
         todo = [engine for engine in engines if not _serves(engine, release, await expected.by(engine))]
         if not todo:
+            if policy.release is None or policy.release.version != release.version:
+                # Engines were started with it, or another gateway published it: those that come later are given it as well.
+                policy.served(release)
+                policy.changed()
             return _publication(policy, release, 0.0)
         _require_newer(policy, release, todo, again=request.again)
         if request.canary is not None:

@@ -11,6 +11,7 @@ import pytest
 
 from spangrad import semconv
 from spangrad.weights.checksums import checksum_directory
+from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
 from tests.support.otlp import SunkSpan
 
@@ -72,6 +73,19 @@ async def test_publish_without_a_checksum_compares_engines_with_the_files(weight
         assert [one["checksum"] for one in await backends(stage)] == [checksum_directory(weights[1])] * 2
         status, answer = await ask(stage, "POST", f"{POLICY}/versions", {"version": 2, "path": "/nowhere"})
         assert (status, answer["error"]["message"]) == (409, "there is no directory '/nowhere' on the gateway's machine.")
+
+
+async def test_publish_of_version_that_engines_hold_is_given_to_engines_that_restart(weights: list[Path]) -> None:
+    """The gateway was restarted: of the version that it finds it knows no files before the publication."""
+    engines = [FakeEngine(version=1, checksum=checksum_directory(weights[1])) for _ in range(2)]
+    async with several(*engines) as stage:
+        assert (await publish(stage, weights, 1))[0] == 200
+        engines[1].version, engines[1].checksum, engines[1].model = 0, checksum_directory(weights[0]), str(weights[0])
+        async with asyncio.timeout(30):
+            while "reload_weights" not in engines[1].orders:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        await all_serve(stage, 2)
+        assert await versions(stage) == [1, 1]
 
 
 async def test_publish_all_at_once_reloads_every_engine_and_calls_wait_for_first(weights: list[Path]) -> None:
