@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,13 +37,21 @@ _AHEAD = 2
 DELTA_HEADER = "x-delta"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankParts:
     """Address of a rank of the trainer, and the parts of tensors that it has."""
 
     url: str
     parts: Sequence[tuple[str, int, int]]
     """Name of the tensor, number of the part's first word in it, and number of words."""
+
+    @cached_property
+    def numbers(self) -> Mapping[str, Sequence[int]]:
+        """Numbers of the parts of each tensor, by its name."""
+        numbers: dict[str, list[int]] = {}
+        for number, (name, _, _) in enumerate(self.parts):
+            numbers.setdefault(name, []).append(number)
+        return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +110,9 @@ def _buckets_of_rank(
 ) -> Iterator[Bucket]:
     limit = BUCKET_BYTES // word_bytes
     pending: dict[bool, tuple[list[RemotePiece], int]] = {}
-    for part, (name, first, words) in enumerate(rank.parts):
-        for target in by_name.get(name, ()):
+    for part in sorted(part for name in by_name for part in rank.numbers.get(name, ())):
+        name, first, words = rank.parts[part]
+        for target in by_name[name]:
             placement, same = targets[target]
             for piece in chain.from_iterable(split(clipped, limit) for clipped in clip(placement, first, first + words)):
                 covered[target] += piece.count

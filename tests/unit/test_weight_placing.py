@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gateway.vllm_plugin import fetching
-from gateway.vllm_plugin.fetching import buckets_of, fetch
+from gateway.vllm_plugin.fetching import RankParts, buckets_of, fetch
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import checksum_of
 from tests.support.policies import trainer_settings
@@ -204,6 +204,24 @@ def test_whole_tensors_are_put_together_from_all_ranks_in_order(stack: ExitStack
     loaded = whole(fetched, shapes)
     assert list(loaded) == NAMES
     assert all(np.array_equal(loaded[name].numpy(), trainer.named[name]) for name in NAMES)
+
+
+def test_whole_buckets_of_many_tensors_go_through_the_parts_of_a_rank_once() -> None:
+    """A mixture of experts has 20,000 tensors, and each of 64 ranks a part of every one."""
+
+    class Parts(list[tuple[str, int, int]]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[tuple[str, int, int]]:
+            self.passes += 1
+            return super().__iter__()
+
+    shapes = [(f"w{number}", (4,)) for number in range(20)]
+    ranks = [RankParts(f"http://rank{rank}", Parts((name, 2 * rank, 2) for name, _ in shapes)) for rank in range(2)]
+    buckets = list(placing.whole_buckets(shapes, ranks, 4))
+    requested = [(bucket.rank, piece.part, piece.target, piece.placement.source) for bucket in buckets for piece in bucket.pieces]
+    assert requested == [(rank, number, number, 2 * rank) for number in range(20) for rank in range(2)]
+    assert [rank.parts.passes for rank in ranks] == [1, 1]
 
 
 def test_targets_in_tensor_that_is_held_in_another_form_is_named() -> None:
