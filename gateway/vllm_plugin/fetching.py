@@ -16,6 +16,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,8 @@ from spangrad.weights.placements import Placement, clip, split
 
 SECONDS = 60
 """Longest time that a rank may send nothing."""
+IDLE_SECONDS = 20
+"""Time without a request after which a connection is made anew: a rank closes one after 60 s, and the next request on it would fail."""
 BUCKET_BYTES = 4 * 2**20
 """Size of a request's answer, at most."""
 _THREADS_PER_RANK = 2
@@ -227,9 +230,15 @@ class _Connections:
             connection.close()
 
     def _connection(self, rank: int) -> http.client.HTTPConnection:
-        held: dict[int, http.client.HTTPConnection] = self._local.__dict__.setdefault("connections", {})
+        held: dict[int, tuple[http.client.HTTPConnection, float]] = self._local.__dict__.setdefault("connections", {})
+        now = time.monotonic()
         if rank not in held:
             parts = urlsplit(self._ranks[rank].url)
-            held[rank] = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SECONDS)
-            self._open.append(held[rank])
-        return held[rank]
+            connection, used_at = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=SECONDS), now
+            self._open.append(connection)
+        else:
+            connection, used_at = held[rank]
+        if now - used_at > IDLE_SECONDS:
+            connection.close()  # the next request opens it again
+        held[rank] = connection, now
+        return connection

@@ -21,6 +21,7 @@ from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import checksum_of
 from tests.support.policies import trainer_settings
 from tests.support.receivers import no_files, ranks_of, sums_of_arrays
+from trainer.publish import token_server
 from trainer.publish.offers import WeightSource
 from trainer.publish.rank_sender import RankSender
 from trainer.publish.sender import WeightsSender
@@ -184,6 +185,25 @@ def test_worker_of_a_rank_that_died_waits_for_no_other(stack: ExitStack, monkeyp
         with pytest.raises(OSError, match=f"the trainer's rank at {dead} did not send its words"):
             worker.receive(plan)
         assert time.monotonic() - began < fetching.SECONDS / 2
+
+
+def test_worker_whose_connection_was_closed_in_a_pause_opens_another(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may ask a rank again only minutes later: of many ranks, or of a slow one."""
+    monkeypatch.setattr(token_server, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(fetching, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(fetching, "BUCKET_BYTES", 64)
+    trainer, worker = Trainer(stack, 1), Worker(0, torch.float32)
+    with trainer.sender.offering(trainer.source):
+        plan = trainer.plan("float32")
+        ranks = ranks_of(plan)
+        buckets = buckets_of([(each.placement, True) for each in worker.targets], ranks, 4)
+        for place, fetched in enumerate(
+            fetch(buckets, ranks, key=plan["key"], version=plan["version"], dtype="float32", word_bytes=4, base="")
+        ):
+            if not place:
+                time.sleep(1.5)
+            placing.place(fetched, worker.targets, torch.float32)
+    assert worker.holds(trainer.named, 0)
 
 
 def whole(fetched: Sequence[Any], shapes: Sequence[tuple[str, Any]]) -> dict[str, Any]:
