@@ -248,24 +248,27 @@ class PoolAdmin:
             PublicationRequest,
             "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again",
         )
-        return json_response(await self._change(self._policy(request), lambda policy: publish(policy, publication)))
+        policy = self._policy(request)
+        return json_response(await _to_completion(self._counted(policy, publish(policy, publication))))
 
     async def promote(self, request: web.Request) -> web.Response:
         """Serve the canary's version everywhere."""
         order = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: promote(policy, order)))
+        policy = self._policy(request)
+        return json_response(await _to_completion(self._counted(policy, promote(policy, order))))
 
     async def roll_back(self, request: web.Request) -> web.Response:
         """Serve the version before."""
         order = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
-        return json_response(await self._change(self._policy(request), lambda policy: roll_back(policy, order)))
+        policy = self._policy(request)
+        return json_response(await _to_completion(self._counted(policy, roll_back(policy, order))))
 
-    async def _change(self, policy: Policy, change: Callable[[Policy], Coroutine[Any, Any, Publication]]) -> Publication:
-        """Change the version that a policy serves, and count the publication."""
+    async def _counted(self, policy: Policy, publication: Awaitable[Publication]) -> Publication:
+        """Carry out a publication, and count it."""
         began = time.monotonic()
         outcome = "failed"
         try:
-            changed = await _to_completion(change(policy))
+            changed = await publication
             outcome = "ok"
             return changed
         finally:

@@ -16,7 +16,7 @@ from gateway.pool.backend import Backend, EngineInfo
 from gateway.pool.upstream import Upstream
 from spangrad.settings import BackendSettings
 from tests.support.fake_engine import ANSWER_TOKENS, PROMPT_IDS, FakeEngine
-from tests.support.gateways import Stage, staged
+from tests.support.gateways import Stage, ask, models, staged
 
 CHAT = "/v1/chat/completions"
 
@@ -116,6 +116,29 @@ async def test_metrics_publications_are_timed_by_outcome(tmp_path: Path) -> None
             assert answer.status >= 400
         seen = await scrape(stage)
     assert seen["publication_seconds_count", (("outcome", "failed"), ("policy", "policy"))] == 1
+
+
+async def test_metrics_publication_is_counted_by_its_end_where_its_trainer_disconnects(tmp_path: Path) -> None:
+    async with staged(FakeEngine()) as stage:
+        await stage.readiness("serving")
+        stage.engine.hold_reload.clear()
+        order = {"version": 1, "path": str(models(tmp_path, 1)[0])}
+        publishing = asyncio.create_task(ask(stage, "POST", "/admin/policies/policy/versions", order))
+        await stage.engine.reloading.wait()
+        publishing.cancel()
+        await asyncio.sleep(0.1)
+        stage.engine.hold_reload.set()
+        async with asyncio.timeout(30):
+            while not (counted := await _publications(stage)):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
+    assert counted == {"ok": 1}
+
+
+async def _publications(stage: Stage) -> dict[str, float]:
+    """The number of publications by outcome."""
+    return {
+        dict(labels)["outcome"]: value for (name, labels), value in (await scrape(stage)).items() if name == "publication_seconds_count"
+    }
 
 
 def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
