@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -248,8 +248,10 @@ class _Vllm:
         for line in lines:
             text = line.decode(errors="replace")
             self._tail.append(text)
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            # What our output does not take, such as a full disk, is dropped: vLLM would wait for ever until its log is read.
+            with suppress(OSError, ValueError):
+                sys.stdout.write(text)
+                sys.stdout.flush()
 
     def wait_until(self, ready: Callable[[], bool], stopping: threading.Event) -> None:
         """Wait while vLLM starts.

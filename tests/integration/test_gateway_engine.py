@@ -151,6 +151,25 @@ def test_engine_whose_vllm_dies_raises_with_end_of_log(model: Path, tmp_path: Pa
         serve(settings(model, tmp_path, python=str(python), port=free_ports(1)[0]))
 
 
+def test_engine_whose_log_has_no_room_runs_on(model: Path, tmp_path: Path) -> None:
+    """Its log is longer than a pipe holds, and goes to a full disk."""
+    marker = tmp_path / "logged"
+    python = script(tmp_path, f"yes 'a line of the log' | head -n 100000; touch {marker}; exec sleep 600")
+    variables = {
+        "SPANGRAD_ENGINE__MODEL": str(model),
+        "SPANGRAD_ENGINE__PYTHON": str(python),
+        "SPANGRAD_ENGINE__PORT": str(free_ports(1)[0]),
+        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
+    }
+    with Path("/dev/full").open("w") as full:
+        engine = subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=full)
+    try:
+        wait_until(marker.exists, 60, "the end of vLLM's log")
+    finally:
+        engine.terminate()
+        engine.wait(60)
+
+
 def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     python = script(tmp_path, f"sleep 600 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; echo started; wait")
