@@ -82,7 +82,7 @@ class MiddlewareFieldStream(StreamReader):
             if pop_engine_field(self.answer, top):
                 data = msgspec.json.encode(top)
             self.take(msgspec.json.decode(data, type=dict[str, Any]), top)
-        except (ValueError, LookupError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             # Not an event of an answer: it is passed to the client, and the call counts as failed.
             self.answer.failed = True
         return before + data + after
@@ -92,7 +92,7 @@ class MiddlewareFieldStream(StreamReader):
         """Read an event.
 
         Raises:
-            ValueError, LookupError, TypeError, RecursionError: it is no event of this dialect.
+            ValueError, LookupError, TypeError, AttributeError, RecursionError: it is no event of this dialect.
         """
 
     @abstractmethod
