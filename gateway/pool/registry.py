@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 from pydantic import SecretStr
 
-from spangrad.errors import GatewayError
+from spangrad.errors import JSON_ERRORS, GatewayError
 from spangrad.settings import BackendSettings
 
 log = logging.getLogger(__name__)
@@ -67,15 +67,14 @@ class BackendRegistry:
             GatewayError: the file cannot be read.
         """
         try:
-            registered = msgspec.json.decode(self._file.read_bytes(), type=list[RegisteredBackend])
+            return [backend.settings for backend in msgspec.json.decode(self._file.read_bytes(), type=list[RegisteredBackend])]
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *JSON_ERRORS) as error:
             raise GatewayError(
                 f"{self._file}, where the gateway remembers backends that were registered with it, cannot be read ({error}). Restore it "
                 "from a copy, or remove it: engines register again, and other backends are added by `spangrad backends add`."
             ) from None
-        return [backend.settings for backend in registered]
 
     def write(self, backends: Iterable[BackendSettings]) -> None:
         """Replace what was written; a failure is logged, since the gateway works without."""

@@ -166,9 +166,10 @@ def test_registry_that_is_damaged_raises_with_remedy(tmp_path: Path) -> None:
     assert registry.read() == []
     registry.write([BackendSettings(url="http://engine", limit=3)])
     assert registry.read() == [BackendSettings(url="http://engine", limit=3)]
-    (tmp_path / FILE).write_text(json.dumps([{"url": 1}]))
-    with pytest.raises(GatewayError, match=r"cannot be read .*or remove it: engines register again"):
-        registry.read()
+    for damaged in ([{"url": 1}], [{"url": "http://engine", "limit": 0}]):
+        (tmp_path / FILE).write_text(json.dumps(damaged))
+        with pytest.raises(GatewayError, match=r"(?s)cannot be read .*or remove it: engines register again"):
+            registry.read()
 
 
 def test_registry_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
