@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spangrad.errors import CheckpointError
+from spangrad.errors import JSON_ERRORS, CheckpointError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -53,7 +53,7 @@ def adapter_facts(directory: Path) -> AdapterFacts | None:
         facts = AdapterFacts(Path(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"]))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore {directory} from a copy, or let its files be read.") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (*JSON_ERRORS, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{file} is no configuration of a LoRA adapter ({error!r}). Restore {directory} from a copy.") from error
     if extra:
         raise CheckpointError(f"{file} asks for {', '.join(extra)}: only plain LoRA, with one rank and alpha, can be compared and served.")

@@ -19,7 +19,7 @@ import functools
 import hashlib
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,20 +122,20 @@ def tokenizer_hash(directory: Path) -> str:
     if not vocabulary.exists():
         raise CheckpointError(f"{directory} holds no tokenizer.json. Save the tokenizer there with `save_pretrained`.")
     template = directory / "chat_template.jinja"
-    text = template.read_text() if template.exists() else _configured_template(directory / "tokenizer_config.json")
+    text = _read(template, str) if template.exists() else _configured_template(directory / "tokenizer_config.json")
     # Canonical JSON: saving a tokenizer again may change its spacing, not its meaning.
-    canonical = json.dumps(_json(vocabulary), sort_keys=True)
+    canonical = _read(vocabulary, lambda text: json.dumps(json.loads(text), sort_keys=True))
     return hashlib.sha256(f"{canonical}\0{text}".encode()).hexdigest()[:16]
 
 
 def _configured_template(config: Path) -> str:
-    return str(_json(config).get("chat_template", "")) if config.exists() else ""
+    return _read(config, lambda text: str(json.loads(text).get("chat_template", ""))) if config.exists() else ""
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read(file: Path, parse: Callable[[str], str]) -> str:
     try:
-        return json.loads(file.read_text())
-    except (OSError, *JSON_ERRORS) as error:
+        return parse(file.read_text())
+    except (OSError, AttributeError, *JSON_ERRORS) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Restore it from a copy.") from error
 
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spangrad.errors import CheckpointError
+from spangrad.weights.adapters import adapter_facts
 from spangrad.weights.checksums import checksum_directory, sums_of_directory, tokenizer_hash
 from spangrad.weights.safetensors_header import INDEX
 from spangrad.weights.shards import MASK, MIX_A, MIX_B
@@ -172,6 +173,13 @@ def test_checksum_directory_of_unreadable_files_raises(tmp_path: Path) -> None:
         checksum_directory(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("config", ["[]", "{", "[" * 100_000, '{"r": 1}', '{"base_model_name_or_path": "m", "r": "x", "lora_alpha": 1}'])
+def test_adapter_facts_of_invalid_configuration_raises(tmp_path: Path, config: str) -> None:
+    (tmp_path / "adapter_config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is no configuration of a LoRA adapter"):
+        adapter_facts(tmp_path)
+
+
 def test_tokenizer_hash_follows_vocabulary_and_template_not_spacing(tmp_path: Path) -> None:
     def tokenizer(name: str, vocabulary: str, template: str) -> str:
         (tmp_path / name).mkdir()
@@ -183,4 +191,12 @@ def test_tokenizer_hash_follows_vocabulary_and_template_not_spacing(tmp_path: Pa
     assert base == tokenizer("b", '{"w":2,"v":1}', "t")
     with pytest.raises(CheckpointError, match=r"e/tokenizer\.json cannot be read .*Restore it from a copy"):
         tokenizer("e", '{"v": ', "t")
+    (tmp_path / "e" / "tokenizer.json").write_text("{}")
+    (tmp_path / "e" / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"e/chat_template\.jinja cannot be read .*Restore it from a copy"):
+        tokenizer_hash(tmp_path / "e")
+    (tmp_path / "e" / "chat_template.jinja").unlink()
+    (tmp_path / "e" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"e/tokenizer_config\.json cannot be read .*Restore it from a copy"):
+        tokenizer_hash(tmp_path / "e")
     assert len({base, tokenizer("c", '{"v": 2}', "t"), tokenizer("d", '{"v": 1, "w": 2}', "u")}) == 3
