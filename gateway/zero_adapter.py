@@ -10,7 +10,7 @@ import json
 import struct
 from pathlib import Path
 
-from spangrad.errors import EngineError
+from spangrad.errors import JSON_ERRORS, CheckpointError, EngineError
 from spangrad.settings import EngineSettings
 from spangrad.weights.adapters import PREFIX, WEIGHTS, A, AdapterFacts, B, write_config
 from spangrad.weights.safetensors_header import read_header, weight_files
@@ -29,7 +29,7 @@ def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
 
     Raises:
         EngineError: the model has no layer that adapters are known to fit.
-        CheckpointError: its files cannot be listed.
+        CheckpointError: its files cannot be listed, or read.
     """
     layer = next((layer for file in weight_files(model) for layer in _layers(file)), None)
     if layer is None:
@@ -47,7 +47,10 @@ def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
 
 def _layers(file: Path) -> list[tuple[str, list[int]]]:
     """Return the name and shape of each layer in a file that can be adapted."""
-    header, _ = read_header(file)
+    try:
+        header, _ = read_header(file)
+    except (OSError, struct.error, *JSON_ERRORS) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Restore it from a copy.") from error
     return [
         (name.removesuffix(".weight"), facts["shape"])
         for name, facts in header.items()
