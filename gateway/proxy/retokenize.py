@@ -115,6 +115,8 @@ class Retokenizer:
         return self._templated(request["messages"], [choice["message"] for choice in response["choices"]], request.get("tools"))
 
     def _messages(self, request: _Json, response: _Json) -> _Texts:
+        if request.get("tools"):
+            raise ValueError("chat templates do not read tools in Anthropic's form")
         system = [{"role": "system", "content": request["system"]}] if request.get("system") else []
         return self._templated([*system, *request["messages"]], [{"role": "assistant", "content": response["content"]}], None)
 

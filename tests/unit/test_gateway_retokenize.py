@@ -152,6 +152,7 @@ def test_retokenizer_leaves_spans_with_ids_or_redaction_unchanged(attributes: di
         (CHAT, {"messages": MESSAGES}, {"choices": 3}),
         (CHAT, {"messages": MESSAGES}, "no object"),
         (COMPLETIONS, {"prompt": [1, 2]}, {"choices": [{"text": "c"}]}),
+        (ANTHROPIC, {"messages": MESSAGES, "tools": [{"name": "f", "input_schema": {}}]}, {"content": [{"type": "text", "text": "yes"}]}),
     ],
 )
 def test_retokenizer_leaves_unreadable_spans_without_ids(
