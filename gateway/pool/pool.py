@@ -153,13 +153,13 @@ class BackendPool:
         Raises:
             BackendRefusedError: as `add`, or the engine was removed.
         """
-        place = url, policy = base_url(settings.url), settings.policy
-        known = next((other for other in self.policy(policy).backends if other.url == url), None)
+        place = base_url(settings.url), settings.policy
+        known = next((other for other in self.backends if (other.url, other.policy) == place), None)
         if renew and known and known.status is not BackendStatus.DRAINING:
             return known
         if again and place in self._removed:
             raise BackendRefusedError(
-                f"{url} was removed from policy {policy!r}. Restart the engine, or add it by `spangrad backends add`."
+                f"{place[0]} was removed from policy {settings.policy!r}. Restart the engine, or add it by `spangrad backends add`."
             )
         backend = self.add(self._configured.get(place, settings) if renew else settings)
         self._removed.discard(place)
@@ -174,7 +174,6 @@ class BackendPool:
         Raises:
             BackendRefusedError: it is here already, or a policy would have backends of both kinds.
         """
-        policy = self.policy(settings.policy)
         name = next(
             name for number in count() if (name := f"{settings.policy}-{number}") not in {backend.name for backend in self.backends}
         )
@@ -182,16 +181,16 @@ class BackendPool:
             backend = Backend(name, settings, self._session, self._call_seconds)
         else:
             backend = FrozenUpstream(name, settings)
-        for other in policy.backends:
-            if other.url == backend.url:
-                raise BackendRefusedError(f"{backend.url} is a backend of policy {policy.name!r} already: {other.name}.")
-            if other.is_engine != backend.is_engine:
+        for other in self.backends:
+            if other.policy == backend.policy and other.url == backend.url:
+                raise BackendRefusedError(f"{backend.url} is a backend of policy {backend.policy!r} already: {other.name}.")
+            if other.policy == backend.policy and other.is_engine != backend.is_engine:
                 raise BackendRefusedError(
-                    f"policy {policy.name!r} has backends of kind {other.kind!r}: one of kind {backend.kind!r} answers with other weights. "
-                    "Register it for a policy of its own."
+                    f"policy {backend.policy!r} has backends of kind {other.kind!r}: one of kind {backend.kind!r} answers with other "
+                    "weights. Register it for a policy of its own."
                 )
-        if isinstance(backend, Backend) and any(other.url == backend.url and other.is_engine for other in self.backends):
-            raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
+            if other.url == backend.url and other.is_engine and backend.is_engine:
+                raise BackendRefusedError(f"the engine at {backend.url} serves another policy already. Remove it there first.")
         backend.configured = (backend.url, backend.policy) in self._configured
         self.join(backend)
         if isinstance(backend, Backend) and self._tasks is not None:

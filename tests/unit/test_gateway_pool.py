@@ -241,6 +241,8 @@ async def test_backends_add_invalid_request_is_refused_with_reason(body: dict[st
         answer_status, answer = await ask(stage, "POST", "/admin/backends", body)
         assert (answer_status, reason in answer["error"]["message"]) == (status, True), answer
         assert len(await backends(stage)) == 1
+        policies = (await ask(stage, "GET", "/admin/policies"))[1]["policies"]
+        assert [policy["policy"] for policy in policies] == ["policy"], "a backend that is refused leaves no policy"
 
 
 async def test_admin_orders_to_unknown_backend_or_policy_are_refused_with_reason() -> None:
