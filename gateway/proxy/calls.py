@@ -263,7 +263,7 @@ class Calls:
         asked = _asked(facts.request, lease, self._continued.fields(request.headers, facts.context.attempt))
         async with self._session.post(url, data=asked, headers=headers, allow_redirects=False) as upstream:
             facts.http_status = upstream.status
-            if upstream.content_type == "text/event-stream":
+            if upstream.status == 200 and upstream.content_type == "text/event-stream":
                 return await self._stream(exchange, upstream, backend.scrubber())
             body = backend.scrub(await upstream.read())
             if upstream.status == 503 and backend.is_engine and PAUSED_TYPE.encode() in body and backend.refused_call():

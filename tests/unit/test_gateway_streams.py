@@ -16,7 +16,7 @@ from gateway.dialects.answer import EngineAnswer
 from gateway.proxy.calls import _is_end
 from spangrad import semconv
 from spangrad.processes import free_ports
-from tests.support.fake_engine import Recorded
+from tests.support.fake_engine import FakeEngine, Recorded
 from tests.support.gateways import MESSAGES, staged
 
 CHAT = "/v1/chat/completions"
@@ -122,3 +122,13 @@ async def test_answer_of_ended_stream_is_freed_without_garbage_collection(dialec
                     await asyncio.sleep(0.1)
         finally:
             gc.enable()
+
+
+async def test_stream_of_an_error_status_passes_and_is_recorded_as_failed() -> None:
+    body = b"event: error\ndata: overloaded\n\n"
+    async with staged(FakeEngine(answers={"/v1/messages": Recorded(body, "text/event-stream", 529)})) as stage:
+        await stage.readiness("serving")
+        async with stage.client.post("/v1/messages", json={"model": "policy", "messages": [], "stream": True}) as answer:
+            assert (answer.status, answer.content_type, await answer.read()) == (529, "text/event-stream", body)
+        (span,) = await stage.spans()
+    assert (span.attributes[semconv.ERROR_TYPE], span.status) == ("529", "ERROR")
