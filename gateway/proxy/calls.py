@@ -235,7 +235,7 @@ class Calls:
                         return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
                     avoid = others
                 except _EnginePausedError:
-                    continue  # its backend is closed to calls for now
+                    facts.http_status = None  # the client has no response yet; the backend is closed to calls for now
                 except aiohttp.ClientError as error:
                     return _failed(exchange, 502, "engine_unreachable", unreachable(lease.backend, error))
 

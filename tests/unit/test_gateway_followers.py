@@ -134,6 +134,17 @@ async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights
         assert [span.attributes.get(semconv.ERROR_TYPE) for span in await stage.spans()] == [None]
 
 
+async def test_call_whose_client_leaves_in_a_pause_is_recorded_without_a_status(weights: list[Path]) -> None:
+    (engine,) = started(weights, 1, GatedEngine)
+    async with several(engine) as stage, following(stage) as follower:
+        engine.paused, engine.pause_modes = True, ["abort"]
+        call = asyncio.create_task(follower.chat())
+        await asyncio.sleep(0.3)
+        call.cancel()
+        (span,) = await stage.spans()
+        assert (span.attributes[semconv.ABORTED], span.attributes.get(semconv.HTTP_STATUS)) == (True, None)
+
+
 async def test_load_of_other_gateways_counts_towards_limit_and_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, take = list[list[int]](), FollowedPool.take_elsewhere
 
