@@ -81,8 +81,11 @@ def serve(settings: Settings) -> None:
         vllm = _Vllm(engine, command(settings, model), environment(settings, model))
         try:
             vllm.wait_until(lambda: answers(f"{base}/health"), stopping)
+            # In a thread, so that a signal and vLLM's end are noticed meanwhile.
+            warm_up = ThreadPoolExecutor(1, "warm-up").submit(_warm_up, base, settings)
+            vllm.wait_until(warm_up.done, stopping)
             if not stopping.is_set():
-                _warm_up(base, settings)
+                warm_up.result()
                 seconds = time.monotonic() - began
                 log.info("engine ready: policy %r version %d at %s (%.1f s)", settings.gateway.policy, engine.version, base, seconds)
                 with Registration(settings):

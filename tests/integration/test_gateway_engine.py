@@ -192,6 +192,42 @@ def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -
     wait_until(lambda: not any(runs(pid) for pid in both), 60, "the end of vLLM's processes")
 
 
+def test_engine_signal_ends_warm_up_whose_request_hangs(model: Path, tmp_path: Path) -> None:
+    server = tmp_path / "server.py"
+    server.write_text(_HANGING)
+    port = free_ports(1)[0]
+    variables = {
+        "SPANGRAD_ENGINE__MODEL": str(model),
+        "SPANGRAD_ENGINE__PYTHON": str(script(tmp_path, f"exec {sys.executable} {server} {port}")),
+        "SPANGRAD_ENGINE__PORT": str(port),
+        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
+    }
+    with subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout
+        assert engine.stdout.readline() == "asked\n"
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(30) == 0
+
+
+_HANGING = """
+import os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        os.write(1, b"asked\\n")
+        time.sleep(600)
+    def log_message(self, *args):
+        pass
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+"""A stand-in for vLLM that lives, and answers no call."""
+
+
 def script(directory: Path, text: str) -> Path:
     """A stand-in for vLLM's interpreter."""
     path = directory / "python.sh"
