@@ -74,6 +74,8 @@ class Follower:
 
     async def forward(self, request: web.Request) -> web.Response:
         """Have the controller answer a request for the administration."""
+        if not self.connected:
+            return self._away("see this gateway's log for the reason.")
         headers = {**self._headers, "Content-Type": request.headers.get("Content-Type", "application/json")}
         try:
             async with self._session.request(
@@ -85,8 +87,10 @@ class Follower:
             ) as answer:
                 return web.Response(body=await answer.read(), status=answer.status, content_type=answer.content_type)
         except (aiohttp.ClientError, OSError) as error:
-            reason = str(error) or type(error).__name__
-            return error_response(503, f"the gateway at {self._url} (gateway.controller), which answers this, is away: {reason}")
+            return self._away(str(error) or type(error).__name__)
+
+    def _away(self, reason: str) -> web.Response:
+        return error_response(503, f"the gateway at {self._url} (gateway.controller), which answers this, is away: {reason}")
 
     def close_attempts(self, closed: Sequence[ClosedAttempt]) -> None:
         """Report the ends of attempts to the controller, which informs all its followers; one that is away, once it is back."""

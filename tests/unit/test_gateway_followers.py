@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +208,15 @@ async def test_follower_serves_on_without_its_controller_and_is_degraded() -> No
                 assert "spangrad_gateway_controller_up 0.0" in await scraped.text()
         finally:
             await following_stage.__aexit__(None, None, None)
+
+
+async def test_follower_of_a_controller_that_hangs_refuses_administration() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        async with staged(controller=f"http://127.0.0.1:{silent.getsockname()[1]}") as follower, asyncio.timeout(20):
+            status, answer = await ask(follower, "GET", "/admin/policies")
+            assert (status, "gateway.controller" in answer["error"]["message"]) == (503, True)
 
 
 async def test_engine_that_refuses_a_followers_connection_is_left_alone_for_a_while() -> None:
