@@ -128,8 +128,8 @@ class Policy:
         self.replaced |= {version for version in known if version > release.version}
         self.replaced.discard(release.version)
         self.rolled_back.discard(release.version)
-        if release != self.release:
-            self.releases = [*self.releases, release][-RELEASES_KEPT:]
+        again = self.release is not None and self.release.version == release.version  # from another copy of its files, say
+        self.releases = [*(self.releases[:-1] if again else self.releases), release][-RELEASES_KEPT:]
 
     def changed(self) -> None:
         """Handle a change of the backends: start the waiting calls that can start, and refuse those that no backend can serve."""

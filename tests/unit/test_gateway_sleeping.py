@@ -92,6 +92,19 @@ async def test_publication_wakes_engines_and_their_other_memory_last(weights: li
         ] * 2
 
 
+async def test_publication_of_served_version_from_another_copy_is_no_step_to_roll_back_to(weights: list[Path]) -> None:
+    (engine,) = started(weights, 1, GatedEngine)
+    async with several(engine) as stage:
+        assert (await ask(stage, "POST", f"{POLICY}/sleep", SLEEP))[0] == 200
+        copy = weights[0].rename(weights[0].with_name("v10"))
+        assert (await ask(stage, "POST", f"{POLICY}/versions", release_of([copy], 0)))[0] == 200
+        assert "before" not in (await ask(stage, "GET", POLICY))[1]
+        assert (await ask(stage, "POST", f"{POLICY}/versions", release_of(weights, 1)))[0] == 200
+        assert (await ask(stage, "GET", POLICY))[1]["before"] == 0
+        assert (await ask(stage, "POST", f"{POLICY}/rollback", {}))[1]["version"] == 0
+        assert (await ask(stage, "POST", f"{POLICY}/rollback", {}))[0] == 409
+
+
 async def test_call_of_lost_follower_ends_before_sleep_or_waits_for_next_version(weights: list[Path]) -> None:
     (engine,) = started(weights, 1, GatedEngine)
     assert isinstance(engine, GatedEngine)
