@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -179,8 +179,7 @@ class PoolAdmin:
         order = await _read(request, ClearRequest, "an order to clear is JSON with policy and now, or empty")
         policy = self._policy_named(order.policy or self._pool.default)
         backends = list(policy.backends)
-        removals = [self._pool.remove(backend, now=order.now) for backend in backends]
-        await asyncio.shield(asyncio.gather(*removals))
+        await _to_completion(asyncio.gather(*(self._pool.remove(backend, now=order.now) for backend in backends)))
         return json_response(ClearedBackends([backend.name for backend in backends]))
 
     def _registered(self, fields: BackendRequest) -> web.Response:
@@ -360,6 +359,6 @@ async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
         raise PublicationError(400, f"{form}: {error}") from None
 
 
-async def _to_completion(order: Coroutine[Any, Any, _T]) -> _T:
+async def _to_completion(order: Awaitable[_T]) -> _T:
     """Carry out an order even if the client disconnects, which must not leave an engine half-way."""
     return await asyncio.shield(order)

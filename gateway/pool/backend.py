@@ -219,8 +219,7 @@ class Backend(Upstream):
 
     async def load_adapter(self, path: str) -> None:
         """Load an adapter, in place of the one that calls are answered with, from a directory that the engine's machine sees."""
-        order = {"lora_name": self.info.policy if self.info else self.policy, "lora_path": path, "load_inplace": True}
-        await self.order(ADAPTER_PATH, order, self.seconds)
+        await self.order(ADAPTER_PATH, {"lora_name": self.policy, "lora_path": path, "load_inplace": True}, self.seconds)
 
     async def probe(self, version: int) -> None:
         """Have each data-parallel replica generate one token, unrecorded, and check that its response holds everything that training needs.

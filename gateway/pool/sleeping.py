@@ -8,6 +8,7 @@ sleeps for a trainer is woken by its watcher where the trainer does not ask for 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Iterable
 
@@ -90,12 +91,9 @@ async def wake_overdue(backend: Backend, policy: Policy) -> None:
     if backend.status is not BackendStatus.ASLEEP or until is None or until > asyncio.get_running_loop().time():
         return
     log.warning("backend %s is woken: nobody has asked for more time", backend.name)
-    try:
+    # It is down then, and says why; or it was woken or published to meanwhile.
+    with contextlib.suppress(EngineError, PublicationError):
         await wake_up(backend, policy)
-    except EngineError:
-        pass  # it is down, and says why
-    except PublicationError:
-        pass  # it was woken or published to meanwhile
 
 
 async def send_policy_to_sleep(policy: Policy, level: int, seconds: float) -> None:

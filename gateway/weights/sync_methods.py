@@ -16,7 +16,7 @@ from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
 from gateway.weights.transfer import SenderAddress, TransferAnswer
 from spangrad.errors import EngineError
-from spangrad.weights.adapters import PREFIX, AdapterFacts, adapter_facts
+from spangrad.weights.adapters import PREFIX, adapter_facts
 from spangrad.weights.shards import EngineSums, difference
 
 
@@ -187,6 +187,5 @@ def sync_method_of(backend: Backend, path: Path, sender: SenderAddress | None, e
         return Transfer(sender, info.dtype, whole=backend.status is not BackendStatus.SERVING)
     adapter = adapter_facts(path)
     if info.lora_rank:
-        facts = adapter or AdapterFacts(path, 1, 1.0)
-        return Adapter(str(path) if adapter else info.zero_adapter, facts.base, expected)
+        return Adapter(str(path), adapter.base, expected) if adapter else Adapter(info.zero_adapter, path, expected)
     return Reload(str(path))
