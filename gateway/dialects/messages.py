@@ -1,6 +1,6 @@
 """`/v1/messages`: Anthropic's dialect, which vLLM answers itself; ids in the field that our middleware adds.
 
-In: messages and their events. Out: the same without our field, and an `Answer`. Invariant: that of
+In: messages and their events. Out: the same without our field, and an `EngineAnswer`. Invariant: that of
 `gateway.dialects.tapped`.
 """
 

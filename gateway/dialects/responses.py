@@ -1,6 +1,6 @@
 """`/v1/responses`: OpenAI's newer dialect, which vLLM answers itself; ids in the field that our middleware adds.
 
-In: responses and their events. Out: the same without our field, and an `Answer`. Invariant: that of
+In: responses and their events. Out: the same without our field, and an `EngineAnswer`. Invariant: that of
 `gateway.dialects.tapped`. vLLM's own `enable_response_messages` would give ids only at a response's end and logprobs
 only of its texts: where the client asks for it, it gets what vLLM gives, and we do not read it.
 """

@@ -70,7 +70,7 @@ class ControllerUpdate(msgspec.Struct, frozen=True):
     """Message of the controller."""
 
     revision: int
-    """Number of the state; it begins anew with each connection."""
+    """Number of the state; it begins anew with each start of the controller."""
     state: PoolView | None
     """None: it is as the message before left it."""
     elsewhere: dict[int, int]

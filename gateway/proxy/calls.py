@@ -260,8 +260,8 @@ class Calls:
         backend.add_headers(headers)
         url = backend.url + facts.request.engine_path
         # Not followed: the key and the conversation are for this upstream alone.
-        asked = _asked(facts.request, lease, self._continued.fields(request.headers, facts.context.attempt))
-        async with self._session.post(url, data=asked, headers=headers, allow_redirects=False) as upstream:
+        sent = _request_body(facts.request, lease, self._continued.fields(request.headers, facts.context.attempt))
+        async with self._session.post(url, data=sent, headers=headers, allow_redirects=False) as upstream:
             facts.http_status = upstream.status
             if upstream.status == 200 and upstream.content_type == "text/event-stream":
                 return await self._stream(exchange, upstream, backend.scrubber())
@@ -315,8 +315,8 @@ def _is_end(events: bytes) -> bool:
     return _LAST_EVENT.match(last) is not None
 
 
-def _asked(request: ClientRequest, lease: BackendLease, more: Mapping[str, Any]) -> bytes:
-    """Return the request for a backend: with its own name of the model, and for an engine asking for ids, with further fields."""
+def _request_body(request: ClientRequest, lease: BackendLease, more: Mapping[str, Any]) -> bytes:
+    """Return the body of a request to a backend: with its own name of the model, and for an engine with further fields, also for ids."""
     if lease.model is not None and lease.model != request.model:
         fields = {**request.fields, "model": lease.model}
         request = replace(request, fields=fields, raw=msgspec.json.encode(fields))

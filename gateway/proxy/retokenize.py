@@ -121,15 +121,15 @@ class Retokenizer:
         return self._templated([*system, *request["messages"]], [{"role": "assistant", "content": response["content"]}], None)
 
     def _templated(self, messages: Sequence[_Json], answers: Sequence[_Json], tools: Sequence[_Json] | None) -> _Texts:
-        asked = [_plain(message) for message in messages]
-        prompt = self._render(asked, tools, prompting=True)
-        return _Texts([prompt], [self._answer(asked, _plain(answer), tools, prompt) for answer in answers], special_tokens=False)
+        conversation = [_plain(message) for message in messages]
+        prompt = self._render(conversation, tools, prompting=True)
+        return _Texts([prompt], [self._answer(conversation, _plain(answer), tools, prompt) for answer in answers], special_tokens=False)
 
-    def _answer(self, asked: list[_Json], answer: _Json, tools: Sequence[_Json] | None, prompt: str) -> str:
+    def _answer(self, conversation: list[_Json], answer: _Json, tools: Sequence[_Json] | None, prompt: str) -> str:
         """Return the text of an answer; tool calls as the template writes them after the prompt."""
         if not answer.get("tool_calls"):
             return answer["content"]
-        whole = self._render([*asked, answer], tools, prompting=False)
+        whole = self._render([*conversation, answer], tools, prompting=False)
         if not whole.startswith(prompt):
             raise ValueError("the template writes the prompt differently below an answer")
         return whole[len(prompt) :]

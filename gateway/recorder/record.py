@@ -53,7 +53,7 @@ class CallFacts:
     """Sequence number among the calls of this process."""
     started_ns: int
     provider: str = PROVIDER
-    """SpanKind of the upstream that answers (`gen_ai.provider.name`)."""
+    """Kind of the upstream that answers (`gen_ai.provider.name`)."""
     backend: str | None = None
     """Name of the backend that the call was forwarded to last. None: to none."""
     answer: EngineAnswer = field(default_factory=EngineAnswer)
@@ -144,9 +144,9 @@ def _sampling(request: Mapping[str, Any], sampling: Sampling | None) -> dict[str
     if sampling is not None:
         in_effect: dict[str, Value] = {key: getattr(sampling, name) for name, (key, _) in SAMPLING_DEFAULTS.items()}
         return in_effect | {semconv.SAMPLING_CONSTRAINED: sampling.constrained or is_constrained(request)}
-    asked = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
+    requested = {key: (request.get(name), default) for name, (key, default) in SAMPLING_DEFAULTS.items()}
     effective: dict[str, Value] = {
-        key: default if value is None else read_number(value, type(default)) for key, (value, default) in asked.items()
+        key: default if value is None else read_number(value, type(default)) for key, (value, default) in requested.items()
     }
     # A value that cannot be read may reshape the distribution.
     effective[semconv.SAMPLING_CONSTRAINED] = is_constrained(request) or None in effective.values()

@@ -43,8 +43,8 @@ def expert_sum(
 
     Args:
         rows: hidden states, shape (rows, hidden).
-        gate_up: parameters of the experts, shape (experts, 2 * width, hidden).
-        down: theirs, too, shape (experts, hidden, width).
+        gate_up: gate and up projections of the experts, shape (experts, 2 * width, hidden).
+        down: down projections of the experts, shape (experts, hidden, width).
         weights: weight of each expert of a row, shape (rows, k).
         numbers: numbers of the experts of each row, shape (rows, k); another worker has those that are negative.
         activate: function of the gate.
