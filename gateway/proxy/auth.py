@@ -11,12 +11,11 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from gateway.proxy.context import attempt_of, parse_baggage
-from gateway.proxy.http import error_response, url_attempt
+from gateway.proxy.http import error_response, model_of, url_attempt
 from gateway.proxy.limits import read_body
 from spangrad.errors import JSON_ERRORS, GatewayError, SettingsError
 from spangrad.http.tokens import agent_token, credential
@@ -39,10 +38,6 @@ FULL_ACCESS = ClientSettings.model_construct(name="gateway.token", may_admin=Tru
 """Permissions of `gateway.token`, and of everyone where the settings name no token."""
 _AGENTS = ClientSettings.model_construct(name="agents")
 """Permissions of the agents that workers start: to call models."""
-
-
-class _Asked(msgspec.Struct):
-    model: str | None = None
 
 
 class AccessControl:
@@ -93,7 +88,7 @@ class AccessControl:
         if names_no_model and request.match_info.get("rest") == "models":
             return None
         try:
-            model = None if names_no_model else msgspec.json.decode(body, type=_Asked).model
+            model = None if names_no_model else model_of(body)
         except JSON_ERRORS:
             return _forbidden(f"client {client!r} must name its policy as `model` in a JSON object.")
         policy = self._policy_of(model)

@@ -20,7 +20,7 @@ from gateway.pool.policy import RETRY_AFTER_SECONDS, PoolFullError
 from gateway.pool.pool import BackendPool
 from gateway.pool.upstream import BackendDownError, Upstream, unreachable
 from gateway.proxy.headers import forwarded, forwarded_query, returned
-from gateway.proxy.http import error_response
+from gateway.proxy.http import error_response, model_of
 from spangrad.errors import JSON_ERRORS
 from spangrad.http.announcements import AttemptKey
 from spangrad.http.server import json_response
@@ -33,10 +33,6 @@ REFUSED = {
 """Path below /v1 that does not pass -> the reason."""
 
 
-class _Asked(msgspec.Struct):
-    model: str | None = None
-
-
 async def pass_through(
     request: web.Request, session: aiohttp.ClientSession, pool: BackendPool, attempt: AttemptKey | None
 ) -> web.StreamResponse:
@@ -47,7 +43,7 @@ async def pass_through(
         return error_response(403, f"/v1/{path} does not pass: {refusal}.", "permission_error")
     body = await request.read()
     try:
-        model = msgspec.json.decode(body, type=_Asked).model
+        model = model_of(body)
     except JSON_ERRORS:
         model = None
     if request.method == "GET" and path == "models" and len(pool.names) > 1:
