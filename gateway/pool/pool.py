@@ -146,8 +146,8 @@ class BackendPool:
 
         Args:
             settings: of the backend.
-            renew: True where an engine registers itself, as it does again and again: one that is here stays as it is, and one that the
-                gateway's settings name gets theirs.
+            renew: True where an engine registers itself, as it does again and again: one that is here stays as it is but for its key,
+                which a restart may have changed, and one that the gateway's settings name gets theirs.
             again: True where the engine was registered before: if it was removed since, it stays removed.
 
         Raises:
@@ -156,6 +156,9 @@ class BackendPool:
         place = base_url(settings.url), settings.policy
         known = next((other for other in self.backends if (other.url, other.policy) == place), None)
         if renew and known and known.status is not BackendStatus.DRAINING:
+            if settings.key and settings.key != known.settings.key and not known.configured:
+                known.take_key(settings.key)
+                self._remember(known)
             return known
         if again and place in self._removed:
             raise BackendRefusedError(
@@ -164,9 +167,12 @@ class BackendPool:
         backend = self.add(self._configured.get(place, settings) if renew else settings)
         self._removed.discard(place)
         if not backend.configured:
-            self._registered[backend.name] = settings
-            self._registry.write(self._registered.values())
+            self._remember(backend)
         return backend
+
+    def _remember(self, backend: Upstream) -> None:
+        self._registered[backend.name] = backend.settings
+        self._registry.write(self._registered.values())
 
     def add(self, settings: BackendSettings) -> Upstream:
         """Add a backend. An engine answers calls once it is admitted, a frozen upstream at once.

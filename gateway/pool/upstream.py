@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from enum import StrEnum
 from itertools import count
 
+from pydantic import SecretStr
+
 from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 from spangrad.errors import GatewayError
 from spangrad.settings import BackendSettings
@@ -85,6 +87,12 @@ class Upstream:
         """Callback for changes of the status."""
         self.wait_elsewhere: Callable[[Upstream], Awaitable[None]] = _no_calls
         """Callback that waits until other gateways send it no calls, and none of theirs is in flight."""
+
+    def take_key(self, key: SecretStr) -> None:
+        """Send another key from now on."""
+        self.settings = self.settings.model_copy(update={"key": key})
+        self._key = key.get_secret_value()
+        self.changed()
 
     @property
     def is_engine(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gateway.pool.registry import FILE, BackendRegistry
 from gateway.registration import Registration
@@ -18,7 +19,7 @@ from spangrad.processes import free_ports
 from spangrad.settings import BackendSettings, Settings
 from spangrad.settings.sources import load_settings
 from tests.support.fake_engine import FakeEngine
-from tests.support.gateways import all_serve, ask, backends, staged
+from tests.support.gateways import all_serve, ask, backends, following, staged
 from tests.support.scripted_servers import AdminGateway
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +96,35 @@ async def test_engine_removed_by_an_order_registers_again_only_after_a_restart(t
             assert registration._name == "", "it removes no backend that has the name after it"
         with Registration(registering(second, port), renewal_seconds=0.02):
             await happens(stage, both)
+
+
+class _Guarded(FakeEngine):
+    """An engine that asks for a token."""
+
+    token = "first"
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.Response(status=401)
+        return await super()._info(request)
+
+
+async def test_engine_that_restarts_with_another_token_is_admitted_with_that(tmp_path: Path) -> None:
+    engine, other = _Guarded(), FakeEngine()
+    body = {"url": f"http://127.0.0.1:{engine.port}", "renew": True}
+    async with engine.running():
+        async with staged(other, spill_path=str(tmp_path)) as stage, following(stage) as follower:
+            assert (await ask(stage, "POST", "/admin/backends", {**body, "key": "first"}))[0] == 201
+            await all_serve(stage, 2)
+            engine.token = "second"
+            assert (await ask(stage, "POST", "/admin/backends", {**body, "key": "second"}))[0] == 201
+            await asyncio.sleep(1)
+            await all_serve(stage, 2)
+            for number in range(2):
+                assert (await follower.chat(f"/rollout/r{number}/attempt/0"))[0] == 200
+            assert (len(engine.requests), engine.headers[0]["authorization"]) == (1, "Bearer second")
+        async with staged(other, spill_path=str(tmp_path)) as stage:
+            await all_serve(stage, 2)
 
 
 async def test_engine_at_its_end_spares_another_backend_of_its_name(caplog: pytest.LogCaptureFixture) -> None:
