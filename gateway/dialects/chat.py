@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.answer import Choice, EngineAnswer, Logprob, TokenAlternatives
-from gateway.dialects.base import ClientRequest
+from gateway.dialects.base import ClientRequest, append_text
 from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import CHAT_PATH
 
@@ -122,8 +122,7 @@ def _merge(message: dict[str, Any], delta: dict[str, Any]) -> None:
         if name == "tool_calls":
             message.setdefault(name, calls if parts else value)
         elif isinstance(value, str) and name != "role":
-            before = message.get(name)
-            message[name] = before + value if isinstance(before, str) else value
+            append_text(message, name, value)
         else:
             message[name] = value
     for part in parts:
@@ -137,5 +136,5 @@ def _add_call(calls: list[dict[str, Any]], part: _ToolCall) -> None:
         calls.append({"function": {"name": "", "arguments": ""}})
     call, function = calls[part.index], part.function or _Function()
     call.update({key: value for key, value in (("id", part.id), ("type", part.type)) if value is not None})
-    call["function"]["name"] += function.name or ""
-    call["function"]["arguments"] += function.arguments or ""
+    append_text(call["function"], "name", function.name or "")
+    append_text(call["function"], "arguments", function.arguments or "")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from gateway.dialects.answer import Alternative, Choice, EngineAnswer, Logprob, TokenAlternatives, TokenId
-from gateway.dialects.base import ClientRequest
+from gateway.dialects.base import ClientRequest, append_text
 from gateway.dialects.choices import ChoicesDialect, KnownAnswer, ReadAnswer, ReadChoice
 from gateway.vllm_plugin.request_fields import COMPLETIONS_PATH
 
@@ -88,7 +88,7 @@ class CompletionsDialect(ChoicesDialect[_Choice | _ChoiceWithAlternatives]):
     def read_choice(self, answer: EngineAnswer, choice: _Choice | _ChoiceWithAlternatives, request: ClientRequest) -> bool:
         """See `ChoicesDialect`."""
         kept = answer.choices.setdefault(choice.index, Choice())
-        kept.message["text"] = kept.message.get("text", "") + (choice.text or "")
+        append_text(kept.message, "text", choice.text or "")
         kept.finish_reason = choice.finish_reason or kept.finish_reason
         if not request.fields.get("echo"):
             kept.token_ids += choice.token_ids or []

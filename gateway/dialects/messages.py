@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.base import ClientRequest, Fields
+from gateway.dialects.base import ClientRequest, Fields, append_text
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 from spangrad.errors import JSON_ERRORS
@@ -58,7 +58,7 @@ class MessagesStream(MiddlewareFieldStream):
                 block, delta = self._blocks[event["index"]], event["delta"]
                 name = _DELTAS.get(delta["type"])
                 if name is not None:
-                    block[name] = (block.get(name) or "") + delta[name]
+                    append_text(block, name, delta[name])
             case "message_delta":
                 self._message |= event["delta"]
                 self._dialect.read_finish(self.answer, msgspec.json.decode(raw["delta"], type=Fields))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects.base import ClientRequest, Fields
+from gateway.dialects.base import ClientRequest, Fields, append_text
 from gateway.dialects.tapped import MiddlewareFieldDialect, MiddlewareFieldStream
 from gateway.vllm_plugin.request_fields import RESPONSES_PATH
 
@@ -59,8 +59,7 @@ class ResponsesStream(MiddlewareFieldStream):
         if "item" in event:
             self._items[event["output_index"]] = event["item"]
         elif kind in _DELTAS:
-            item, name = self._items[event["output_index"]], _DELTAS[kind]
-            item[name] = item.get(name, "") + event["delta"]
+            append_text(self._items[event["output_index"]], _DELTAS[kind], event["delta"])
         if kind in ("error", "response.failed"):
             self.answer.failed = True
 
