@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from gateway.pool.backend import Backend
@@ -133,7 +133,7 @@ class Policy:
 
     def changed(self) -> None:
         """Handle a change of the backends: start the waiting calls that can start, and refuse those that no backend can serve."""
-        while self._queue.take(self._grant) is not None:
+        while self._takes_calls() and self._queue.take(self._grant) is not None:
             pass
         for waiter in [waiter for waiter in self._queue if not self.may_become_free(waiter.attempt, waiter.avoid)]:
             self._queue.discard(waiter.line, waiter)
@@ -178,7 +178,7 @@ class Policy:
         backend.end()
         if not (backend.status is BackendStatus.SERVING or backend.may_be_tried):
             return  # it takes none, and the others were full before: where all drain, each end would look at every line
-        while self._queue.take(self._grant) is False:
+        while self._takes_calls() and self._queue.take(self._grant) is False:
             pass
 
     def why_down(self) -> str:
@@ -208,7 +208,7 @@ class Policy:
     def _choose(self, attempt: AttemptKey | None, avoid: Set[str]) -> Upstream | None:
         """Return the backend that a call may go to now: the one that caches its prefix, unless another is much less busy."""
         group = self._group(attempt, avoid)
-        free = [backend for backend in group if backend.status is BackendStatus.SERVING and backend.has_room and self._has_share(backend)]
+        free = self._free(group)
         if not free:
             if any(backend.status in _WAITED_FOR for backend in group):
                 return None
@@ -244,10 +244,16 @@ class Policy:
             return [canary]
         return others
 
-    def _has_share(self, backend: Upstream) -> bool:
-        """Return whether a backend may take another call: while all take new weights, no more than its share by capacity."""
-        if not self.all_at_once:
-            return True
+    def _free(self, group: Sequence[Upstream]) -> list[Upstream]:
+        """Return the backends of a group that may take another call: while all take new weights, no more than their share by capacity."""
+        free = [backend for backend in group if backend.status is BackendStatus.SERVING and backend.has_room]
+        if not free or not self.all_at_once:
+            return free
         sharing = [backend for backend in self.backends if backend.status in {BackendStatus.SERVING, BackendStatus.PUBLISHING}]
         calls = 1 + len(self._queue) + sum(backend.in_flight for backend in sharing)
-        return backend.in_flight < math.ceil(calls * backend.capacity / sum(other.capacity for other in sharing))
+        capacity = sum(backend.capacity for backend in sharing)
+        return [backend for backend in free if backend.in_flight < math.ceil(calls * backend.capacity / capacity)]
+
+    def _takes_calls(self) -> bool:
+        """Return whether some backend may take a call: else there is no need to look at every line of the queue."""
+        return bool(self._free(self.backends)) or any(backend.may_be_tried for backend in self.backends)

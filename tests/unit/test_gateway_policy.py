@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -65,9 +66,24 @@ async def test_acquire_divides_calls_by_capacity() -> None:
     calls = [await policy.acquire(None) for _ in range(8)]
     assert (calls.count(small), calls.count(large)) == (2, 6)
     policy.all_at_once = True
-    assert [policy._has_share(small), policy._has_share(large)] == [True, True]
+    assert policy._free(policy.backends) == [small, large]
     small.in_flight, large.in_flight = 0, 9
-    assert [policy._has_share(small), policy._has_share(large)] == [True, False], "10 calls, of which 3 and 8 are their shares"
+    assert policy._free(policy.backends) == [small], "10 calls, of which 3 and 8 are their shares"
+
+
+async def test_acquire_of_many_waiting_calls_takes_no_time_by_lines_and_backends() -> None:
+    """All of 64 engines take new weights, one is done after the other, and 1,000 attempts wait."""
+    policy, backends = policy_of(*[None] * 64, queue_limit=1000)
+    policy.all_at_once = True
+    for backend in backends:
+        backend.in_flight, backend.status = 200, BackendStatus.PUBLISHING
+    calls = [await begun(policy, AttemptKey(str(number), 0)) for number in range(1000)]
+    began = time.process_time()
+    for backend in backends:
+        backend.set_status(BackendStatus.SERVING)
+    assert time.process_time() - began < 3
+    taken = [await call for call in calls]
+    assert max(taken.count(backend) for backend in backends) == 16, "no more than its share"
 
 
 async def test_acquire_keeps_rollout_at_its_backend_until_much_busier() -> None:
