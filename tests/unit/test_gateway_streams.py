@@ -136,6 +136,32 @@ async def test_stream_of_an_error_status_passes_and_is_recorded_as_failed() -> N
 
 
 @pytest.mark.parametrize(
+    ("path", "events"),
+    [
+        (
+            "/v1/responses",
+            [
+                {"type": "response.output_item.added", "output_index": 0, "item": None},
+                {"type": "response.output_text.delta", "output_index": 0, "delta": "x"},
+            ],
+        ),
+        (
+            "/v1/messages",
+            [
+                {"type": "content_block_start", "index": 0, "content_block": "x"},
+                {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "x"}},
+            ],
+        ),
+    ],
+)
+def test_stream_whose_parts_are_no_objects_passes_and_counts_as_failed(path: str, events: list[dict[str, Any]]) -> None:
+    reader = DIALECTS[path].stream(DIALECTS[path].parse(b"{}"))
+    sent = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    assert reader.feed(sent) == sent
+    assert reader.answer.failed
+
+
+@pytest.mark.parametrize(
     ("path", "first", "part"),
     [
         ("/v1/chat/completions", {}, {"choices": [{"index": 0, "delta": {"content": "PART"}}]}),
