@@ -208,6 +208,29 @@ def test_gymnasium_reply_of_no_action_is_answered_with_instruction(text: str) ->
     assert environment.parse(text) == UnusableReply("Reply with an action as JSON, of the space Discrete(2).")
 
 
+@pytest.mark.parametrize(("text", "action"), [("[1, 0]", [1, 0]), ("[1.0, 0]", [1, 0]), ("[0.9, 0]", None)])
+def test_gymnasium_list_of_whole_numbers_is_an_action_and_any_other_is_not(text: str, action: list[int] | None) -> None:
+    class MultiDiscrete:
+        shape = (2,)
+        dtype = "int64"
+
+        def contains(self, value: Any) -> bool:
+            """Return what Gymnasium's does: lists are compared as they are, whole numbers or not."""
+            import numpy
+
+            array = numpy.array(value)
+            return array.shape == self.shape and array.dtype.kind in "if" and bool(((array >= 0) & (array < 2)).all())
+
+    class Board(Corridor):
+        action_space: Any = MultiDiscrete()
+
+    parsed = GymnasiumEnvironment(Board()).parse(text)
+    if action is None:
+        assert isinstance(parsed, UnusableReply)
+    else:
+        assert (parsed.dtype, parsed.tolist()) == ("int64", action)
+
+
 def test_plain_values_are_json() -> None:
     import numpy
 

@@ -92,10 +92,11 @@ class GymnasiumEnvironment:
             try:
                 array = numpy.asarray(value, dtype)
             except (OverflowError, TypeError, ValueError):
-                candidates = [text]  # the space has no such value, and might raise the same
+                array = None
+            if array is None or (array.dtype.kind in "iu" and not numpy.array_equal(array, value)):  # 1.9 is not 1
+                candidates = [text]  # the space has no such value, and may still contain it as a list, or raise the same
             else:
-                if array.dtype.kind not in "iu" or numpy.array_equal(array, value):  # 1.9 is not 1
-                    candidates.insert(0, array)
+                candidates.insert(0, array)
                 if isinstance(value, int) and getattr(self._space, "shape", None) == ():
                     candidates.insert(0, value)
         for candidate in candidates:
