@@ -75,6 +75,8 @@ class PlayProcess:
     def __init__(self, process: Process) -> None:
         """Store the process, whose standard input and output are pipes."""
         self._process = process
+        self._group: int | None = process.pid
+        """Process group of the episode. None: it was killed, and its number may be that of others by now."""
 
     async def lines(self) -> AsyncIterator[bytes]:
         """Yield the process's lines until it ends."""
@@ -96,7 +98,9 @@ class PlayProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5):
                 await self._process.wait()
-        kill_group(self._process.pid)
+        if self._group is not None:
+            kill_group(self._group)
+            self._group = None
         await self._process.wait()
 
 

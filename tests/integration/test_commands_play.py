@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from commands.playing import process as process_module
 from commands.playing.process import start_play
 from page.actions.requests import PlayRequest
 from spangrad.processes import process_start
@@ -39,7 +41,7 @@ def test_play_by_a_person_ends_at_ctrl_c_before_a_line_is_typed() -> None:
             process.kill()
 
 
-async def test_play_process_that_ends_leaves_no_process_of_its_environment(tmp_path: Path) -> None:
+async def test_play_process_that_ends_leaves_no_process_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "servant.py").write_text(
         "import subprocess\n\n\nclass Servant:\n"
         "    def reset(self, task):\n        return str(subprocess.Popen(['sleep', '600']).pid)\n\n"
@@ -55,6 +57,8 @@ async def test_play_process_that_ends_leaves_no_process_of_its_environment(tmp_p
         assert process_start(child)
         await process.end()
         await until(lambda: _has_ended(child))
+        monkeypatch.setattr(process_module, "kill_group", lambda group: pytest.fail(f"process group {group} may be that of others"))
+        await process.end()
 
 
 async def _has_ended(pid: int) -> bool:
