@@ -24,6 +24,7 @@ from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, user_call
 from spangrad.http import server as http_server
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
+from spangrad.text_sanitizer import storable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class EvaluatorRoutes:
             with plain_exceptions():
                 return json_response(rewards_from(await self._judge(judged)))
         except USER_ERRORS as error:  # caught in this task: an exit that ends a task ends the event loop, too
-            return json_response({"error": f"{type(error).__name__}: {error}"[:1000]}, 500)
+            return json_response({"error": storable(f"{type(error).__name__}: {error}"[:1000])}, 500)
 
     async def _judge(self, judged: EvaluationRequest) -> Any:
         keywords = dict.fromkeys(self._takes_environment, judged.environment)

@@ -146,6 +146,19 @@ async def test_rewards_service_judges_output_with_half_a_surrogate_pair() -> Non
         assert await client.evaluate(body, 60) == AttemptOutcome(1.0, None)
 
 
+def refuses(given: object, output: object) -> float:
+    """Raise an error that quotes the output."""
+    raise LookupError(f"no reward for {output}")
+
+
+async def test_rewards_service_error_that_quotes_half_a_surrogate_pair_is_the_detail() -> None:
+    async with running(Settings(rewards=RewardServiceSettings(port=free_ports(1)[0])), refuses) as url, RewardClient(url, None) as client:
+        body = {"rollout_id": "r", "attempt": 0, "task_id": "t", "output": b"caf\xe9".decode(errors="surrogateescape")}
+        outcome = await client.evaluate(body, 60)
+    assert outcome.failure is AttemptFailure.EVALUATION
+    assert "LookupError: no reward for caf?" in outcome.detail
+
+
 def exits(given: object, output: object) -> float:
     """Exit for one input, as argparse does for wrong arguments."""
     if given == "exit":
