@@ -148,7 +148,7 @@ async def _played(job: PlayJob, source: Any, lines: LineWriter, provider: Tracer
 def _text(message: Mapping[str, Any]) -> str:
     """Return what is shown of a message."""
     calls = message.get("tool_calls")
-    texts = [as_text(message.get("content") or ""), msgspec.json.encode(calls).decode() if calls else ""]
+    texts = [as_text(message.get("content") or ""), as_text(calls) if calls else ""]
     text = "\n".join(filter(None, texts))
     missing = len(text) - TEXT_CHARACTERS
     return text if missing <= 0 else f"{text[:TEXT_CHARACTERS]} … {missing} more characters"

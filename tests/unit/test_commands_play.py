@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands.playing.episode import in_words, total
-from commands.playing.host import LineWriter
+from commands.playing.host import LineWriter, _text  # pyright: ignore[reportPrivateUsage]
 from commands.training.agents import agent_spec
 from commands.training.play import play
 from runner.workers.agents import CallableAgent
@@ -126,6 +126,11 @@ def test_play_host_text_with_half_a_surrogate_pair_is_a_line(tmp_path: Path) -> 
     with (tmp_path / "lines").open("wb") as file:
         LineWriter(file.fileno()).write(by="user", text="no file \udc80")
     assert (tmp_path / "lines").read_bytes() == b'{"by": "user", "text": "no file ?"}\n'
+
+
+def test_play_host_tool_call_with_half_a_surrogate_pair_is_shown() -> None:
+    calls = [{"id": "c", "type": "function", "function": {"name": "open\udc80", "arguments": "{}"}}]
+    assert '"name": "open?"' in _text({"role": "assistant", "content": None, "tool_calls": calls})
 
 
 def test_environment_alone_is_played_by_the_agent_without_code() -> None:
