@@ -215,6 +215,7 @@ class SessionShard(asyncio.Protocol):
                 send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.EXECUTION_ERROR, sentence).encode()))
         finally:
             self._requests.pop(number, None)
+            self._cancellations.pop(number, None)
 
     async def _call_in_loop(self, method: Callable[[], Any]) -> Any:
         """Call a method in a session's thread; what it awaits runs in the event loop, while the thread waits."""

@@ -291,3 +291,18 @@ async def test_shard_session_that_ends_cancels_its_request_and_has_time_to_close
     assert environments[-1].events == events
     ours.close()
     far_end.close()
+
+
+async def test_shard_session_that_ends_before_its_environment_is_created_leaves_no_timer() -> None:
+    class Broken(SlowEnd):
+        def __init__(self) -> None:
+            raise RuntimeError("no board")
+
+    ours, far_end = socket.socketpair()
+    shard = SessionShard(Broken, far_end)
+    opening = Frame(FrameKind.OPEN, 1, msgspec.json.encode(SessionOpening()))
+    shard.data_received(opening.encode() + Frame(FrameKind.CLOSE, 1).encode())
+    await asyncio.gather(*shard._tasks.values())
+    assert not shard._cancellations
+    ours.close()
+    far_end.close()
