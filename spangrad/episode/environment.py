@@ -129,8 +129,7 @@ class EnvironmentCalls:
 
     async def system_prompt_of(self, role: str) -> str | None:
         """Return the text of a role's system message. None: there is none."""
-        prompt: Any = getattr(self._environment, "system_prompt", None)
-        return await self._call(prompt, role) if callable(prompt) else prompt
+        return await self._call(prompt_of, self._environment, role)
 
     async def acting(self) -> Sequence[str]:
         """Return the roles whose turn it is.
