@@ -31,7 +31,7 @@ from spangrad.supervisor.run_directory import RunDirectory, fresh_directory
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
 from spangrad.supervisor.training_services import training_services
-from trainer.publish.publisher import Publisher
+from trainer.publish.publisher import GatewayRefusedError, Publisher
 
 TINY_SECONDS = 480
 _POLL_SECONDS = 0.25
@@ -174,9 +174,15 @@ def gpus_of(settings: Settings) -> list[str]:
 
 
 def _served(publisher: Publisher, policy: str) -> int:
-    """Return the version that is served; 0 where there is none, or the gateway does not answer, which the supervisor starts again."""
+    """Return the version that is served; 0 where there is none, or the gateway does not answer, which the supervisor starts again.
+
+    Raises:
+        GatewayRefusedError: it refuses permanently.
+    """
     try:
         return publisher.served(policy) or 0
+    except GatewayRefusedError:
+        raise
     except GatewayError:
         return 0
 

@@ -36,6 +36,7 @@ from spangrad.supervisor.run_directory import RunDirectory
 from trainer.capacity.architecture import read_architecture
 from trainer.capacity.hardware import cluster_of
 from trainer.capacity.search import CapacityPlan, best_of, candidates
+from trainer.publish.publisher import GatewayRefusedError
 
 RECIPES = {recipe.name: recipe for recipe in (MATH, SPIDER, MUSIQUE, SWE)}
 MODELS = Path(__file__).parents[1] / "fixtures/models"
@@ -127,10 +128,11 @@ def test_recipe_engine_arguments_of_the_command_line_are_added(words: tuple[str,
     assert list(engine.extra_args) == [*without.extra_args, "--tool-call-parser", "other"], "vLLM takes the last of two"
 
 
-def test_recipe_run_outlives_a_gateway_that_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_recipe_run_outlives_a_gateway_that_is_started_again_and_no_refusal(
+    is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers = [GatewayError("the gateway does not answer"), None, 1]
+    answers = [GatewayError("the gateway does not answer"), None, GatewayRefusedError("send the token") if is_refused else 1]
 
     class Services:
         are_ready, failed = True, ()
@@ -160,8 +162,13 @@ def test_recipe_run_outlives_a_gateway_that_is_started_again(
     monkeypatch.setattr(command, "Publisher", Gateway)
     monkeypatch.setattr(command, "services_of", lambda *_: [])
     monkeypatch.setattr(command, "_POLL_SECONDS", 0.0)
+    arguments = arguments_of(MATH, ["--model", str(tmp_path), "--steps", "1"])
     with RunDirectory(tmp_path / "run") as owned:
-        command._serve(MATH, arguments_of(MATH, ["--model", str(tmp_path), "--steps", "1"]), owned, Settings(), Prepared((), ()))
+        if is_refused:
+            with pytest.raises(GatewayRefusedError, match="send the token"):
+                command._serve(MATH, arguments, owned, Settings(), Prepared((), ()))
+            return
+        command._serve(MATH, arguments, owned, Settings(), Prepared((), ()))
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["version"] == 1
 
 
