@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from spangrad.errors import JSON_ERRORS
+
 Value = int | float | str
 T = TypeVar("T")
 
@@ -42,7 +44,7 @@ def decode_cursor(text: str, *kinds: type | tuple[type, ...]) -> list[Value]:
     """
     try:
         values = json.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
-    except ValueError:
+    except JSON_ERRORS:
         values = None
     if isinstance(values, list) and len(values) == len(kinds) and all(map(isinstance, values, kinds)):  # pyright: ignore[reportUnknownArgumentType]
         return values  # pyright: ignore[reportUnknownVariableType]

@@ -1,13 +1,15 @@
-"""The page without a store: what its statements may name, and texts as they are searched."""
+"""The page without a store: what its statements may name, cursors of lists, and texts as they are searched."""
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 import pytest
 
 import page
 from page import services
+from page.cursors import decode_cursor
 from page.overview import OverviewReader, overview_without
 from page.reading import PageStore
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
@@ -50,3 +52,9 @@ def test_overview_without_sent_steps_has_new_and_changed_steps() -> None:
     assert overview_without(overview, {}) == {**overview, "versions": [2, 3]}
     assert overview_without(overview, {1: first, 2: second, 3: third}) == {"services": [], "versions": [2, 3], "steps": []}
     assert overview_without(overview, {1: first, 2: changed}) == {"services": [], "versions": [2, 3], "steps": [second, third]}
+
+
+@pytest.mark.parametrize("values", ["{}", "[" * 6000], ids=["object", "deep"])
+def test_decode_cursor_of_another_value_raises(values: str) -> None:
+    with pytest.raises(ValueError, match="no cursor of this list"):
+        decode_cursor(base64.urlsafe_b64encode(values.encode()).decode(), int)
