@@ -50,12 +50,12 @@ def play(
 
     from commands.playing.episode import Cast, factory_named, in_words, play_episode, total
     from spangrad.episode.agent import limits_of
-    from spangrad.errors import AgentError
+    from spangrad.errors import JSON_ERRORS, AgentError
 
     try:
         given = loads(task)
-    except ValueError as error:
-        raise AgentError(f"--task {task!r} is no JSON ({error}). Give the task's input as JSON: text in double quotes.") from None
+    except JSON_ERRORS as error:
+        raise AgentError(f"--task {task!r:.200} is no JSON ({error}). Give the task's input as JSON: text in double quotes.") from None
     factory = factory_named(environment, directory, settings.environments.token)
     episode, token = settings.runner.episode.model_dump(), settings.gateway.token
     if greedy:

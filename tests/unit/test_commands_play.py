@@ -112,6 +112,7 @@ def test_play_by_a_person_without_a_role_of_the_environment_raises(role: str | N
     ("environment", "task", "sentence"),
     [
         ("two_guesses:TwoGuesses", "{", "--task '{' is no JSON"),
+        pytest.param("two_guesses:TwoGuesses", "[" * 6000, r"--task '\[{199} is no JSON", id="deep"),
         ("two_guesses:StepResult", "1", "two_guesses:StepResult is no class with reset"),
         ("two_guesses:TwoGuesses", '{"city": "lima"}', "standard input ended before the episode"),
     ],
