@@ -102,18 +102,18 @@ def read_statement(
         files: of a form, by name: tables that the statement may read.
 
     Raises:
-        BadRequestError: the statement is empty, it or a parameter is not UTF-8, the name of a setting or the session's timeout is invalid,
-            or a file has no structure.
+        BadRequestError: the statement is empty, it, a parameter or the name of a file is not UTF-8, the name of a setting or the session's
+            timeout is invalid, or a file has no structure.
         TooLargeError: the statement has more than MAX_TEXT bytes of text.
     """
+    for key, value in (*parameters.items(), *((name, "") for name in files or {})):
+        if key != "query" and _SURROGATE.search(key + value):
+            raise BadRequestError(36, f"parameter {key!r} is not UTF-8.", "BAD_ARGUMENTS")
     tables, parameters = take_tables(files or {}, parameters)
     settings = {key: value for key, value in parameters.items() if key not in NOT_SETTINGS and not key.startswith("param_")}
     for key in settings:
         if not _NAME.fullmatch(key):
             raise BadRequestError(115, f"{key!r} is not the name of a setting.", "UNKNOWN_SETTING")
-    for key, value in parameters.items():
-        if key != "query" and _SURROGATE.search(key + value):
-            raise BadRequestError(36, f"parameter {key!r} is not UTF-8.", "BAD_ARGUMENTS")
     sql, rows, given_format = _split(parameters.get("query", "").encode(errors="surrogateescape"), body)
     if not sql.strip():
         raise BadRequestError(62, "Empty query.", "SYNTAX_ERROR")

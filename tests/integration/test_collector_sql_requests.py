@@ -103,6 +103,19 @@ def test_sql_text_of_invalid_utf8_is_refused(store: StoreSettings) -> None:
     assert ask(store, "SELECT 1", headers={"X-ClickHouse-Database": "\xff"}).code == 36
 
 
+@pytest.mark.parametrize(
+    ("text", "invalid"),
+    [(b"TSV", b"TS\xff"), (b"a String", b"\xff String"), (b'name="t"', b'name="\xff"')],
+    ids=["format", "structure", "file"],
+)
+def test_sql_external_data_of_invalid_utf8_is_refused(store: StoreSettings, text: bytes, invalid: bytes) -> None:
+    body, headers = form(query=(None, b"SELECT 1"), t=("file", b"1\n"), t_structure=(None, b"a String"), t_format=(None, b"TSV"))
+
+    assert ask(store, body, headers=headers).body == b"1\n"
+    reply = ask(store, body.replace(text, invalid), headers=headers)
+    assert (reply.code, b"parameter '" in reply.body) == (36, True)
+
+
 def test_sql_inserts_into_stage_table_follow_its_changes(tmp_path: Path) -> None:
     own = store_settings(tmp_path / "store")
     with running_store(own, tmp_path / "log"):
