@@ -265,10 +265,11 @@ def test_read_gen_ai_parts() -> None:
 
 
 def test_read_vercel_span_has_tools_results_and_reasoning() -> None:
-    asked = [{"type": "reasoning", "text": "hm"}, {"type": "tool-call", "toolCallId": "c1", "toolName": "add", "input": {"a": 1}}]
+    reasoning = [{"type": "reasoning", "text": text} for text in (None, "hm", "")]
+    requested = [*reasoning, {"type": "tool-call", "toolCallId": "c1", "toolName": "add", "input": {"a": 1}}]
     prompt = [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-        {"role": "assistant", "content": asked},
+        {"role": "assistant", "content": requested},
         {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "output": {"type": "text", "value": "sunny"}}]},
         {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "output": {"type": "json", "value": {"sum": 2}}}]},
         {"role": "tool", "content": [{"type": "tool-result", "toolCallId": "c1", "result": {"value": 3}}]},

@@ -243,7 +243,7 @@ def part_messages(role: str, parts: Iterable[object], name: object = None) -> li
             case "tool_use" | "tool_call" | "tool-call":
                 calls.append(part)
             case "thinking" | "reasoning":
-                reasoning += [str(part[name]) for name in ("thinking", "content", "text") if name in part][:1]
+                reasoning += [str(part[name]) for name in ("thinking", "content", "text") if part.get(name)][:1]
             case "redacted_thinking":
                 pass
             case "text" if "text" not in part:
