@@ -17,7 +17,9 @@ from transition_builder.builder import Builder
 from transition_builder.frames import conform, empty
 from transition_builder.schemas import ARRIVED, BUILT, OWNERS, ROOTLESS, ROOTS
 from transition_builder.source import queries
+from transition_builder.source.discovery import Discovery
 from transition_builder.source.known_builds import KnownBuilds
+from transition_builder.source.marks import Marks
 
 TIME = SpanFactory.time
 
@@ -105,6 +107,18 @@ def test_known_builds_of_many_rollouts_repeat_no_build(monkeypatch: pytest.Monke
     monkeypatch.setattr(queries, "query", query)
     known = KnownBuilds(queries.StoreReader(cast("Any", None), Settings()))
     assert [known.of(pl.Series([name]))["RolloutId"].to_list() for name in ("a", "b")] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(("mark", "expected"), [(-60, ["t-30"]), (600, ["t-90", "t-30"])])
+def test_discovery_mark_in_the_future_is_not_used(mark: int, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark is in the future if the store's clock was set back after it was written."""
+    reader = FakeReader(seconds=0)
+    reader.unnamed = unnamed_rows(-90, -30)
+    marks = Marks(cast("queries.StoreReader", reader), "builder")
+    monkeypatch.setattr(marks, "read", lambda: TIME(mark))
+    discovery = Discovery(cast("queries.StoreReader", reader), None, marks)
+    discovery.begin(TIME(0), sweeps=True)
+    assert discovery.arrivals()["TraceId"].to_list() == expected
 
 
 def test_builder_root_visible_during_slow_first_look_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

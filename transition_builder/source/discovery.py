@@ -152,7 +152,9 @@ class Discovery:
             sweeps: read all that may have arrived since the last sweep; the first sweep reads history.
         """
         if self.is_first and self._begin is None and self._marks:
-            self._begin = self._marks.read()
+            begin = self._marks.read()
+            # A mark in the future was written before the store's clock was set back: what has arrived since then may be dated before it.
+            self._begin = begin if begin and begin <= now else None
         self._now, self.sweeps = now, sweeps
 
     def mark(self, oldest: datetime | None) -> None:
