@@ -34,20 +34,18 @@ from runner.swe_rex.wire import (
     RexWrite,
 )
 from runner.tools.action_spans import ActionSpans
+from runner.tools.span_export import action_provider
 from runner.tools.toolbox import prepare_tools
 from span_processors.context import environment_context
-from span_processors.export import tracer_provider
 from spangrad.agent.propagation import context_from
 from spangrad.errors import SandboxError
 from spangrad.http import server as http_server
 from spangrad.http.client_timeouts import BODY_SECONDS, TooSlowError
 from spangrad.http.server import BODY_BYTES, Address, Handler, HttpServer, body, json_response, site_guards
-from spangrad.http.service import bearer
 from spangrad.http.tokens import is_token
 from spangrad.settings import Settings
 from spangrad.types import SandboxRung
 
-SERVICE = "spangrad-tools"
 _KEPT_RESPONSES = 64
 """Number of responses that are kept for requests that come again."""
 _KEPT_BYTES = 2**26
@@ -86,7 +84,7 @@ async def running(settings: Settings, policy: SandboxPolicy, parent: Context) ->
     """Serve for as long as the block; yield the URL. Arguments and errors as of `serve`; `parent` is the trace of the actions."""
     prepared = await asyncio.to_thread(prepare_tools, policy)
     log.info("tools act in sandboxes of %s: %s", prepared.rung, prepared.reason)
-    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, bearer(settings.store.token))
+    provider = action_provider(settings.store)
     runtime = RexRuntime(prepared, ActionSpans(prepared.image, provider))
     key = settings.tools.token.get_secret_value() if settings.tools.token is not None else None
     try:

@@ -16,13 +16,10 @@ from mcp.server.stdio import stdio_server
 from opentelemetry import context
 
 from runner.sandboxes.policy import SandboxPolicy
+from runner.tools.span_export import SERVICE, action_provider
 from runner.tools.toolbox import Toolbox, open_toolbox
 from span_processors.context import environment_context
-from span_processors.export import parse_headers, tracer_provider
-from spangrad.http.service import bearer
 from spangrad.settings import Settings
-
-SERVICE = "spangrad-tools"
 
 
 async def serve(settings: Settings, policy: SandboxPolicy) -> None:
@@ -31,9 +28,7 @@ async def serve(settings: Settings, policy: SandboxPolicy) -> None:
     Raises:
         SandboxError: no sandbox can be started.
     """
-    # An agent that starts it has no token of the store, but that of its own spans.
-    headers = bearer(settings.store.token) or parse_headers(os.environ.get("OTEL_EXPORTER_OTLP_HEADERS") or "")
-    provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, headers)
+    provider = action_provider(settings.store)
     context.attach(environment_context(os.environ))
     try:
         async with open_toolbox(policy, provider) as toolbox, stdio_server() as (reading, writing):

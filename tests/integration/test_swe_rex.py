@@ -63,7 +63,8 @@ async def client(url: str, key: str) -> tuple[int | None, str, str]:
     return process.returncode, stdout.decode(), stderr.decode()
 
 
-async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPolicy) -> None:
+async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20of-agents")
     parent = context_from({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "baggage": "spangrad.rollout.id=ro"}, Context())
     with OtlpSink() as sink:
         settings = Settings(tools=ToolServiceSettings(port=0, token=SecretStr("key")), store=StoreSettings(otlp_endpoint=sink.url))
@@ -106,6 +107,7 @@ async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPo
         spans = [span for span in sink.spans if span.name.startswith("execute_tool ")]
         assert {(span.trace_id, span.attributes["spangrad.rollout.id"]) for span in spans} == {("ab" * 16, "ro")}
         assert {span.name.split()[1] for span in spans} == {"shell", "execute", "read_file", "write_file", "upload"}
+        assert {request.get("authorization") for request in sink.requests} == {"Bearer of-agents"}
 
 
 async def test_rex_runtime_whose_shell_fails_to_close_stops_its_sandbox(policy: SandboxPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
