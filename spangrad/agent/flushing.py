@@ -16,6 +16,7 @@ from typing import NoReturn
 from opentelemetry import trace
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
+from spangrad.agent.failures import message_of
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 
 _FLUSH_MILLISECONDS = 10_000
@@ -88,4 +89,4 @@ def _processors(provider: TracerProvider) -> Sequence[SpanProcessor]:
 def _report_failure(method: str, error: BaseException) -> None:
     """Print that a span processor, which is an agent's, raised; also where standard error has no reader any more."""
     with suppress(OSError, ValueError):
-        print(f"spangrad: a span processor fails in {method}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"spangrad: a span processor fails in {method}: {type(error).__name__}: {message_of(error)}", file=sys.stderr)

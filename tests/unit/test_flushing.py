@@ -24,6 +24,13 @@ class CountingProvider(TracerProvider):
         return True
 
 
+class SilentError(Exception):
+    """Exception of a user that fails to give its message."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
 class FailingProcessor(SpanProcessor):
     """Span processor of a user, whose every flush raises."""
 
@@ -100,7 +107,7 @@ async def test_flusher_processor_that_raises_leaves_spans_sent(
     assert f"a span processor fails in force_flush: {type(error).__name__}: {error}\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by a user"), SystemExit(3)])
+@pytest.mark.parametrize("error", [ZeroDivisionError("by a user"), SystemExit(3), SilentError()])
 def test_exit_process_ends_where_a_processor_raises_and_sends_spans(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     provider, codes = TracerProvider(shutdown_on_exit=False), list[int]()
     monkeypatch.setattr("spangrad.agent.flushing.trace.get_tracer_provider", lambda: provider)
