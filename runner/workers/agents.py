@@ -19,12 +19,14 @@ from spangrad.http.tokens import agent_token
 from spangrad.leases import this_process
 from spangrad.settings import Settings, StoreSettings
 from spangrad.settings.runner import ContainerSettings
-from spangrad.settings.sources import without_secrets
+from spangrad.settings.sources import variable_of, without_secrets
 
 _NOT_FOR_HOSTS = frozenset(
     {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
 )
 """Variables that each attempt gets itself, and those that would send its spans to another store."""
+_TOOLS_TOKEN = variable_of("runner.sandbox.token")
+"""Variable of a secret that workers do not use, but `spangrad tools` of an agent: what its model writes runs behind it anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
     It gets the tokens of agents, and none of the variables that set the servers': code of a model that reads its environment can call
-    models and send spans, no more.
+    models, send spans and act in the remote sandbox of its tools, no more.
 
     Args:
         environ: the runner's own environment.
@@ -166,6 +168,8 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
         agent: its name is the `service.name` of its spans, unless the environment sets another one.
     """
     variables = {name: value for name, value in without_secrets(environ).items() if name not in _NOT_FOR_HOSTS}
+    if _TOOLS_TOKEN in environ:
+        variables[_TOOLS_TOKEN] = environ[_TOOLS_TOKEN]
     variables.setdefault("OTEL_SERVICE_NAME", agent.name)
     variables |= exporter_variables(settings.store)
     if settings.queue.url is not None:

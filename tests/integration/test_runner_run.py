@@ -452,10 +452,12 @@ def test_agent_environment_has_endpoints_and_no_secrets_of_servers() -> None:
     started = {"PATH": "/bin", "SPANGRAD_RUNNER__DIRECTORY": "runs", "TRACEPARENT": "x", "BAGGAGE": "y", "OPENAI_BASE_URL": "http://other"}
     started |= {"SPANGRAD_STORE__TOKEN": "a", "SPANGRAD_gateway__token": "k", "SPANGRAD_QUEUE": '{"token": "q"}', "SPANGRAD_QUEUE__DB": "d"}
     started |= {"SPANGRAD_STORE__URL": "http://me:secret@s:8123", "SPANGRAD_GATEWAY__BACKENDS": "[]"}
+    started |= {"SPANGRAD_RUNNER__SANDBOX__TOKEN": "of the tools", "SPANGRAD_TOOLS__TOKEN": "t"}
     started |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://other:1/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "key=other"}
     store = {
         "PATH": "/bin",
         "SPANGRAD_RUNNER__DIRECTORY": "runs",
+        "SPANGRAD_RUNNER__SANDBOX__TOKEN": "of the tools",
         "OTEL_SERVICE_NAME": "mine",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{agent_token('a+b/c==,%41')}",
