@@ -74,8 +74,6 @@ def missing_groups(demand: DemandState, extra: int) -> int:
         demand: with the number of groups enqueued.
         extra: groups in flight beyond the demanded ones, until the trainer has as many as it demands.
     """
-    if not demand.branches:
-        return 0  # the groups that are enqueued are not for a trainer
     missing = demand.groups - demand.enqueued
     if all(one.filled >= one.groups for one in demand.branches if one.groups == demand.groups):
         return missing if extra else max(missing, 0)
@@ -116,6 +114,8 @@ class DemandSource:
         """
         run = self._settings.runner.run_id
         demand = await self._queue.demand(run)
+        if not demand.branches:  # the groups that are enqueued are not for a trainer
+            return DemandUpdate(demand.groups, demand.enqueued, 0)
         cancelled = await self._cancel_old(demand) + await self._cancel_untrainable()
         if cancelled:
             demand = await self._queue.demand(run)

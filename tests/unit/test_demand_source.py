@@ -110,11 +110,6 @@ def test_missing_groups_cancels_stragglers_once_and_never_exceeds_demand(
         assert len(flow.spent) == steps + 2
 
 
-@pytest.mark.parametrize("enqueued", [0, 9])
-def test_missing_groups_without_a_demand_are_none(enqueued: int) -> None:
-    assert missing_groups(DemandState(groups=0, enqueued=enqueued, cancelled=0, branches=[]), extra=2) == 0
-
-
 async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
     served = {"policy": 0}
@@ -208,6 +203,21 @@ async def test_demand_source_judges_a_group_of_another_source_by_its_own_size(tm
             await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
             updates.append(await source.update())
         assert [update.cancelled for update in updates] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("groups", [0, 9])
+async def test_demand_source_without_a_demand_enqueues_and_cancels_nothing(tmp_path: Path, groups: int) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=2)
+
+    async def version(_: str) -> int | None:
+        return None
+
+    async with serving(settings) as (client, _):
+        source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
+        await client.enqueue("run", new_rollouts(2 * groups, group_size=2, max_attempts=1))
+        for lease in await client.lease("run", "worker", 1):
+            await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
+        assert await source.update() == DemandUpdate(0, groups, 0), "the groups are not for a trainer"
 
 
 async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_endings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
