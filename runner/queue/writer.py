@@ -3,7 +3,8 @@
 Invariant: no request is answered before it is committed; the functions run one after the other, in the order in which they arrived.
 
 A commit waits for the disk, so it is shared: all functions that arrive during a transaction form the next one. If one of several functions
-raises, the transaction is rolled back, and each of them is run again in a transaction of its own.
+raises, the transaction is rolled back, and each of them is run again in a transaction of its own. Where the database went away, or the
+commit fails, all of them fail.
 """
 
 from __future__ import annotations
