@@ -24,6 +24,7 @@ from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.shard import EnvironmentDescription
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import die_with_parent, kill_group
+from spangrad.settings.sources import without_secrets
 
 if TYPE_CHECKING:
     from runner.sessions.sessions import EnvironmentSession
@@ -48,7 +49,7 @@ class ShardCommand:
     directory: Path
     """Directory in which its modules are looked for first."""
     variables: Mapping[str, str]
-    """Environment variables beside our own."""
+    """Environment variables beside our own, without those that set secrets."""
 
     def start(self, requests: socket.socket, responses: socket.socket) -> subprocess.Popen[bytes]:
         """Start a process that inherits its ends of two connections."""
@@ -57,7 +58,7 @@ class ShardCommand:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "runner.sessions.shard", *arguments],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **self.variables},
+            env={**without_secrets(os.environ), **self.variables},
             pass_fds=descriptors,
             start_new_session=True,
             preexec_fn=die_with_parent,

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from span_processors.export import parse_headers, tracer_provider
 from spangrad.http.service import bearer
+from spangrad.processes import MARK
 from spangrad.settings import StoreSettings
 
 SERVICE = "spangrad-tools"
@@ -19,7 +20,8 @@ SERVICE = "spangrad-tools"
 
 
 def action_provider(store: StoreSettings, environ: Mapping[str, str] = os.environ) -> TracerProvider:
-    """Return a provider that sends spans to the store, with its token, or else with the headers of the agent that started the process."""
-    # A worker leaves its agents no token of the store, but one for spans, in these headers.
-    headers = bearer(store.token) or parse_headers(environ.get("OTEL_EXPORTER_OTLP_HEADERS") or "")
-    return tracer_provider(SERVICE, store.otlp_endpoint, headers)
+    """Return a provider that sends spans to the store; in a process that a worker's agent started, as the agent sends its own."""
+    if MARK in environ and (endpoint := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")):
+        # The agent has neither the worker's settings nor the store's token, but an address and a token for spans.
+        return tracer_provider(SERVICE, endpoint, parse_headers(environ.get("OTEL_EXPORTER_OTLP_HEADERS") or ""))
+    return tracer_provider(SERVICE, store.otlp_endpoint, bearer(store.token))

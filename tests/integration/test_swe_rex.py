@@ -33,8 +33,8 @@ from runner.tools.toolbox import Toolbox, open_toolbox, prepare_tools
 from spangrad.agent.propagation import context_from
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.http.json_http import status_of
-from spangrad.processes import free_ports
-from spangrad.settings import Settings, StoreSettings, ToolServiceSettings
+from spangrad.processes import MARK, free_ports
+from spangrad.settings import Settings, ToolServiceSettings
 from spangrad.types import SandboxRung
 from tests.support.otlp import OtlpSink
 from tests.support.runners import until
@@ -64,10 +64,12 @@ async def client(url: str, key: str) -> tuple[int | None, str, str]:
 
 
 async def test_remote_runtime_of_the_package_acts_in_a_sandbox(policy: SandboxPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "host")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20of-agents")
     parent = context_from({"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01", "baggage": "spangrad.rollout.id=ro"}, Context())
     with OtlpSink() as sink:
-        settings = Settings(tools=ToolServiceSettings(port=0, token=SecretStr("key")), store=StoreSettings(otlp_endpoint=sink.url))
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", sink.url)
+        settings = Settings(tools=ToolServiceSettings(port=0, token=SecretStr("key")))
         try:
             async with running(settings, policy, parent) as url:
                 code, stdout, stderr = await client(url, "key")

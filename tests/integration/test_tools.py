@@ -29,6 +29,7 @@ from runner.tools.session import ToolFailedError
 from runner.tools.toolbox import OUTPUT_BYTES, Toolbox, open_toolbox
 from spangrad import semconv
 from spangrad.errors import SandboxError, SandboxRequestError
+from spangrad.processes import MARK
 from tests.support.otlp import OtlpSink
 
 LIMITS = SandboxLimits(processes=64, memory_bytes=2**30, disk_bytes=2**24)
@@ -263,13 +264,14 @@ async def test_tools_command_serves_mcp_in_the_trace_of_its_process(directory: P
     trace_id, parent = "ab" * 16, "cd" * 8
     of_agent = {
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20of-agents",
+        MARK: "host",
         "BAGGAGE": "spangrad.rollout.id=ro,spangrad.rollout.attempt=0",
     }
     with OtlpSink() as sink:
         parameters = StdioServerParameters(
             command=sys.executable,
-            args=["-P", "-m", "spangrad", "tools", "--directory", str(directory), "--set", f"store.otlp_endpoint={sink.url}"],
-            env={**os.environ, **of_agent, "TRACEPARENT": f"00-{trace_id}-{parent}-01"},
+            args=["-P", "-m", "spangrad", "tools", "--directory", str(directory)],
+            env={**os.environ, **of_agent, "TRACEPARENT": f"00-{trace_id}-{parent}-01", "OTEL_EXPORTER_OTLP_ENDPOINT": sink.url},
         )
         async with stdio_client(parameters) as (reading, writing), ClientSession(reading, writing) as session:
             await session.initialize()
