@@ -53,9 +53,9 @@ class TokenTexts:
 def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     from tokenizers.decoders import DecodeStream
 
-    stream, texts, known = DecodeStream(skip_special_tokens=False), list[str](), tokenizer.get_vocab_size()
+    stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
     for token in ids:
-        if token >= known:
+        if tokenizer.id_to_token(token) is None:
             texts.append(f"[{token}]")
             stream = DecodeStream(skip_special_tokens=False)
         else:

@@ -6,6 +6,8 @@ import base64
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import page
 from page import services
@@ -13,8 +15,10 @@ from page.cursors import decode_cursor
 from page.overview import OverviewReader, overview_without
 from page.reading import PageStore
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
+from page.token_texts import TokenTexts
 from spangrad.settings import BuilderSettings, GatewaySettings, Settings, StoreSettings
 from spangrad.store.names import INTERNAL
+from spangrad.weights.checksums import tokenizer_hash
 
 
 def test_page_modules_name_no_internal_table() -> None:
@@ -58,3 +62,10 @@ def test_overview_without_sent_steps_has_new_and_changed_steps() -> None:
 def test_decode_cursor_of_another_value_raises(values: str) -> None:
     with pytest.raises(ValueError, match="no cursor of this list"):
         decode_cursor(base64.urlsafe_b64encode(values.encode()).decode(), int)
+
+
+def test_token_texts_ids_beyond_the_vocabulary_size_have_their_texts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "?": 1, "b": 5}, unk_token="?"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts, problem = TokenTexts(lambda _: [tmp_path]).pieces(tokenizer_hash(tmp_path), [0, 5, 3, 7])
+    assert (texts, problem) == ([["a", " b", "[3]", "[7]"]], "")
