@@ -41,8 +41,9 @@ FROM spangrad.steps WHERE Policy = {policy:String} AND Branch = {branch:String} 
 _STEP_ROWS = """
 SELECT Version, toUnixTimestamp64Milli(IngestedAt) AS CommittedMs,
     mapFilter((name, value) -> has({{metrics:Array(String)}}, name), Metrics) AS Metrics,
-    if({{sort:String}} = '', toFloat64(Version), if(isFinite(Metrics[{{sort:String}}]), Metrics[{{sort:String}}], -1e300)) AS SortValue
-FROM spangrad.steps
+    multiIf({{sort:String}} = '', toFloat64(Version),
+        mapContains(s.Metrics, {{sort:String}}) AND isFinite(s.Metrics[{{sort:String}}]), s.Metrics[{{sort:String}}], -1e300) AS SortValue
+FROM spangrad.steps AS s
 WHERE Policy = {{policy:String}} AND Branch = {{branch:String}} AND {after}
 ORDER BY SortValue {direction}, Version {direction} LIMIT {{limit:UInt32}}
 """

@@ -15,7 +15,7 @@ from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import BINS, export, numbers_of, page_of
-from page.training import version_view
+from page.training import StepOrder, step_rows, version_view
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 
@@ -95,6 +95,15 @@ def test_version_view_names_branches_of_versions_that_sampled_and_trained(store:
     assert sampled == [(9, "", 1), (2, "main", 1), (1, "main", 1)]
     for view in (base, begin):
         assert [(row["Version"], row["Branch"], row["Calls"]) for row in view["samples"]] == [(3, "main", 1), (4, "fork", 1)]
+
+
+def test_step_rows_sort_puts_steps_without_the_metric_last(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    metrics = ({"loss": -1.0}, {"loss": -2.0}, {"other": 1.0}, {"loss": math.nan}, {"loss": 3.0})
+    steps = [{"Policy": run, "Branch": "main", "Version": number, "BatchId": "b", "Metrics": of} for number, of in enumerate(metrics, 1)]
+    insert(store, "policy_versions", [{**step, "Status": "committed"} for step in steps])
+    for shown in ("loss", "other"):  # the order is that of the metric, whether it is shown or not
+        rows = step_rows(page_store, run, "main", [shown], StepOrder("loss"))["rows"]
+        assert [row["Version"] for row in rows] == [5, 1, 2, 4, 3]
 
 
 def test_overview_rollout_of_two_revisions_counts_once_as_its_newest(store: StoreSettings, page_store: PageStore, run: str) -> None:
