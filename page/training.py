@@ -68,9 +68,12 @@ WHERE Policy = {policy:String} AND ParentBranch = {branch:String} AND Parent = {
 ORDER BY Branch, Version
 """
 _NEAR = """
-SELECT Branch, Version, Parent, ParentBranch, Status FROM spangrad.policy_versions
-WHERE Policy = {policy:String} AND Version + {reach:UInt64} >= {version:UInt64} AND Version <= {version:UInt64} + {reach:UInt64}
-ORDER BY Version, Branch LIMIT 200
+SELECT * FROM (
+    SELECT Branch, Version, Parent, ParentBranch, Status FROM spangrad.policy_versions
+    WHERE Policy = {policy:String} AND Version + {reach:UInt64} >= {version:UInt64} AND Version <= {version:UInt64} + {reach:UInt64}
+    ORDER BY abs(toInt64(Version) - toInt64({version:UInt64})), Branch != {branch:String}, Branch LIMIT 200
+)
+ORDER BY Version, Branch
 """
 _SAMPLED_BY = """
 SELECT s.Sampled AS Sampled, s.Calls AS Calls, v.Branch AS Branch

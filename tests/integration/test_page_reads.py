@@ -97,6 +97,17 @@ def test_version_view_names_branches_of_versions_that_sampled_and_trained(store:
         assert [(row["Version"], row["Branch"], row["Calls"]) for row in view["samples"]] == [(3, "main", 1), (4, "fork", 1)]
 
 
+def test_version_view_of_many_branches_has_the_nearest_versions(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    branches = [f"b{number:02}" for number in range(30)]
+    versions = [(branch, version) for branch in branches for version in range(17)]
+    with connect(store) as client:
+        rows = [[run, branch, version, "committed"] for branch, version in versions]
+        client.insert("spangrad_internal.policy_versions", rows, column_names=["Policy", "Branch", "Version", "Status"])
+    near = [(row["Branch"], row["Version"]) for row in (version_view(page_store, run, "b29", 8) or {})["near"]]
+    assert set(near) >= {(branch, version) for branch in branches for version in range(6, 11)}
+    assert near == sorted(near, key=lambda row: row[::-1])
+
+
 def test_step_rows_sort_puts_steps_without_the_metric_last(store: StoreSettings, page_store: PageStore, run: str) -> None:
     metrics = ({"loss": -1.0}, {"loss": -2.0}, {"other": 1.0}, {"loss": math.nan}, {"loss": 3.0})
     steps = [{"Policy": run, "Branch": "main", "Version": number, "BatchId": "b", "Metrics": of} for number, of in enumerate(metrics, 1)]
