@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from rich.text import Text
@@ -17,10 +18,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Sparkline, Static
+from textual.worker import get_current_worker
 
 from page.overview import FRESH_SECONDS
 from page.watch import cells
 from spangrad.errors import SpangradError
+
+_READ = "read"
+"""Group of the workers that read the overview."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +136,7 @@ class WatchApp(App[None]):
         table = self._table()
         table.add_columns(*cells.COLUMNS)
         table.focus()
-        self.set_interval(self._seconds, self.read)
+        self.set_interval(self._seconds, self._read_again)
         self.read()
 
     def action_filter(self) -> None:
@@ -158,18 +163,24 @@ class WatchApp(App[None]):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         """Open the rollout."""
-        self.push_screen(RolloutScreen(self._rollouts[str(event.row_key.value)], self._readers))
+        rollout = self._rollouts.get(str(event.row_key.value))
+        if rollout is not None:  # a reading may have removed the row meanwhile
+            self.push_screen(RolloutScreen(rollout, self._readers))
 
-    @work(thread=True, exclusive=True)
+    def _read_again(self) -> None:
+        """Read, unless a reading is in progress: a slow store is not queried more often than it answers."""
+        if not any(worker.group == _READ and worker.is_running for worker in self.workers):
+            self.read()
+
+    @work(thread=True, exclusive=True, group=_READ)
     def read(self) -> None:
-        """Read, and show what was read."""
+        """Read, and show what was read, unless another reading has been started meanwhile: its filter may differ."""
+        worker = get_current_worker()
         try:
-            state = self._readers.state(self._text, self._only_failed)
+            show = partial(self._show, self._readers.state(self._text, self._only_failed))
         except SpangradError as error:
-            problem = cells.visible(str(error))
-            self.call_from_thread(self._show_problem, problem)
-        else:
-            self.call_from_thread(self._show, state)
+            show = partial(self._show_problem, cells.visible(str(error)))
+        self.call_from_thread(lambda: None if worker.is_cancelled else show())
 
     def _show_problem(self, problem: str) -> None:
         for line in self.query("#problem").results(Static):  # none once the app is ending

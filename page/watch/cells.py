@@ -6,6 +6,7 @@ that reorders or hides others, reaches the terminal.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -67,8 +68,9 @@ def version_lines(overview: Mapping[str, Any]) -> str:
 
 
 def returns(overview: Mapping[str, Any]) -> list[float]:
-    """Return the mean returns of the newest steps, oldest first."""
-    return [step["Metrics"]["mean_return"] for step in overview["steps"] if "mean_return" in step["Metrics"]]
+    """Return the mean returns of the newest steps, oldest first, without those that are no numbers: the curve draws none."""
+    means = (step["Metrics"].get("mean_return", math.nan) for step in overview["steps"])
+    return [mean for mean in means if math.isfinite(mean)]
 
 
 def _cut(text: str) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import re
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import pytest
 from textual.pilot import Pilot
@@ -12,8 +16,8 @@ from textual.widgets import DataTable, Input
 
 from commands.inspection.watch import watch_readers
 from page.reading import PageStore
-from page.watch.app import WatchApp
-from page.watch.cells import COLUMNS, rollout_lines, visible
+from page.watch.app import WatchApp, WatchReaders, WatchState
+from page.watch.cells import COLUMNS, returns, rollout_lines, visible
 from spangrad.settings import GatewaySettings, Settings, StoreSettings
 from tests.support.built_rollouts import post, settings_of
 from tests.support.spans import SpanFactory
@@ -21,6 +25,8 @@ from transition_builder.loop import build_once
 
 RUN = "watched"
 HOSTILE = "[bold]x[/]\x1b[31m\u202e"
+COUNTS = {"Built": 1000, "Succeeded": 500, "Mean": 0.5, "NowMs": 0, "LastMs": 0, "Waiting": 0}
+OVERVIEW = {"services": [], "rollouts": COUNTS, "drops": [], "newest": None, "steps": []}
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +91,11 @@ async def test_watch_screen_shows_overview_and_rollouts(settings: Settings) -> N
 
 @pytest.mark.parametrize(("succeeded", "share"), [(0, "0 %"), (1, "< 1 %"), (500, "50 %"), (999, "> 99 %"), (1000, "100 %")])
 def test_rollout_lines_share_of_almost_none_or_all_is_neither(succeeded: int, share: str) -> None:
-    counts = {"Built": 1000, "Succeeded": succeeded, "Mean": 0.5, "NowMs": 0, "LastMs": 0, "Waiting": 0}
-    assert f", {share} succeeded" in rollout_lines({"rollouts": counts})
+    assert f", {share} succeeded" in rollout_lines({"rollouts": {**COUNTS, "Succeeded": succeeded}})
+
+
+def test_returns_leave_out_means_that_are_no_numbers() -> None:
+    assert returns({"steps": [{"Metrics": of} for of in ({"mean_return": math.nan}, {}, {"mean_return": 0.5})]}) == [0.5]
 
 
 async def test_watch_without_a_store_shows_services_and_the_problem() -> None:
@@ -127,3 +136,59 @@ async def test_watch_without_store_shows_the_remedy(settings: Settings) -> None:
     absent = settings.model_copy(update={"store": settings.store.model_copy(update={"url": "http://127.0.0.1:9"})})
     async with watching(absent) as (app, pilot):
         await until(pilot, lambda: "Start it with `spangrad store`" in screen(app))
+
+
+def row(rollout: str) -> dict[str, Any]:
+    names = ("RunId", "BuildSpec", "TaskId", "Outcome")
+    counts = ("Return", "Calls", "Drops", "FailedToolCalls", "ToolCalls", "BuiltUs")
+    return {"RolloutId": rollout, **dict.fromkeys(names, ""), **dict.fromkeys(counts, 0), "PolicyVersions": [], "Trained": []}
+
+
+async def test_watch_slow_reading_does_not_replace_that_of_a_newer_filter() -> None:
+    began, answers = threading.Event(), threading.Event()
+
+    def state(text: str, only_failed: bool) -> WatchState:
+        if not only_failed:
+            began.set()
+            answers.wait(60)
+        return WatchState(OVERVIEW, [row("failed" if only_failed else "any")])
+
+    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=3600)
+    async with app.run_test() as pilot:
+        await until(pilot, began.is_set)
+        await pilot.press("f")
+        await until(pilot, lambda: listed(app) == ["failed"])
+        answers.set()
+        await pilot.pause(0.5)
+        assert listed(app) == ["failed"]
+
+
+async def test_watch_slow_store_is_read_once_at_a_time() -> None:
+    readings, answers = list[str](), threading.Event()
+
+    def state(text: str, only_failed: bool) -> WatchState:
+        readings.append(text)
+        answers.wait(60)
+        return WatchState(OVERVIEW, [row("slow")])
+
+    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=0.02)
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: bool(readings))
+        await asyncio.sleep(0.5)
+        count = len(readings)
+        answers.set()
+        await until(pilot, lambda: listed(app) == ["slow"] and len(readings) > 1)
+    assert count == 1
+
+
+async def test_watch_selected_row_that_a_reading_removed_opens_nothing() -> None:
+    rows = [row("old")]
+    app = WatchApp(WatchReaders(lambda text, only_failed: WatchState(OVERVIEW, list(rows)), lambda _: ()), seconds=0.02)
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: listed(app) == ["old"])
+        table = app.query_one("#list", DataTable)
+        selected = DataTable.RowSelected(table, 0, table.coordinate_to_cell_key(table.cursor_coordinate).row_key)
+        rows[:] = [row("new")]
+        await until(pilot, lambda: listed(app) == ["new"])
+        app.on_data_table_row_selected(selected)
+        assert len(app.screen_stack) == 1
