@@ -30,8 +30,7 @@ NEAR = 8
 TASKS_MOST = 1000
 """Largest number of tasks of a comparison."""
 _BRANCHES = """
-SELECT Policy, Branch, max(Version) AS Newest, count() AS Versions, toUnixTimestamp64Milli(max(IngestedAt)) AS NewestMs,
-    groupUniqArray(20)(RunId) AS Runs
+SELECT Policy, Branch, max(Version) AS Newest, count() AS Versions, toUnixTimestamp64Milli(max(IngestedAt)) AS NewestMs
 FROM spangrad.policy_versions WHERE Status = 'committed' GROUP BY Policy, Branch ORDER BY Policy, Branch
 """
 _STEPS = """
@@ -115,17 +114,19 @@ WHERE RolloutId IN {rollouts:Array(String)} GROUP BY RolloutId, Policy, Branch, 
 """
 _NEWEST_HELD_OUT = f"""
 {revisions_sql(once=True)}
-WHERE Mode = 'validate' AND notEmpty(PolicyVersions) AND RunId IN {{runs:Array(String)}}
+WHERE Mode = 'validate' AND notEmpty(PolicyVersions)
+    AND RunId IN (SELECT RunId FROM spangrad.policy_versions WHERE {{versions}} AND Status = 'committed')
     AND BuildId IN (SELECT BuildId FROM {newest_revisions_sql("Mode = 'validate'")})
 """
-"""Newest builds of held-out rollouts."""
+"""Newest builds of held-out rollouts of the runs in which versions were made."""
+_OF_POLICY = "Policy = {policy:String}"
 _HELD_OUT = f"""
 SELECT TaskId, Role, Sampled, arraySort(groupArray(20)((RolloutId, Value, Outcome))) AS Rollouts, avg(Value) AS Mean
 FROM (
     SELECT TaskId, RolloutId, arrayMax(PolicyVersions) AS Sampled, Outcome, returned.1 AS Role, returned.2 AS Value
     FROM (
         SELECT *, if(isNull(Return), arrayZip(mapKeys(ReturnsByRole), mapValues(ReturnsByRole)), [('', assumeNotNull(Return))]) AS Returned
-        FROM {_NEWEST_HELD_OUT}
+        FROM {_NEWEST_HELD_OUT.format(versions=_OF_POLICY)}
     )
     ARRAY JOIN Returned AS returned
 )
@@ -134,7 +135,10 @@ GROUP BY TaskId, Role, Sampled
 """
 _HELD_OUT_RETURNS = f"""
 SELECT arrayMax(PolicyVersions) AS Version, avg(Held) AS Return, avgMapIf(Roles, length(Roles) > 1) AS ReturnsByRole, count() AS Rollouts
-FROM (SELECT PolicyVersions, Return AS Held, ReturnsByRole AS Roles FROM {_NEWEST_HELD_OUT})
+FROM (
+    SELECT PolicyVersions, Return AS Held, ReturnsByRole AS Roles
+    FROM {_NEWEST_HELD_OUT.format(versions=f"{_OF_POLICY} AND Branch = {{branch:String}}")}
+)
 GROUP BY Version ORDER BY Version
 """
 
@@ -246,7 +250,7 @@ def training_view(store: PageStore, policy: str | None, branch: str | None) -> d
         "branches": known,
         "chosen": chosen,
         "steps": steps_of(store, chosen["Policy"], chosen["Branch"]),
-        "heldOut": store.rows(_HELD_OUT_RETURNS, {"runs": chosen["Runs"]}),
+        "heldOut": store.rows(_HELD_OUT_RETURNS, {"policy": chosen["Policy"], "branch": chosen["Branch"]}),
     }
 
 
@@ -283,9 +287,8 @@ def version_view(store: PageStore, policy: str, branch: str, version: int) -> di
 
 def comparison(store: PageStore, policy: str, left: int, right: int) -> dict[str, Any]:
     """Return the held-out tasks that two versions of a policy played, with their rollouts; a row a role where rewards name several."""
-    runs = sorted({run for item in branches_of(store) if item["Policy"] == policy for run in item["Runs"]})
     tasks: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-    for row in store.rows(_HELD_OUT, {"runs": runs, "left": left, "right": right}):
+    for row in store.rows(_HELD_OUT, {"policy": policy, "left": left, "right": right}):
         tasks.setdefault((row["TaskId"], row["Role"]), {})[row["Sampled"]] = {"mean": row["Mean"], "rollouts": row["Rollouts"]}
     both = [(task, sides[left], sides[right]) for task, sides in tasks.items() if left in sides and right in sides]
     both.sort(key=lambda item: (-abs(item[2]["mean"] - item[1]["mean"]), item[0]))

@@ -15,7 +15,7 @@ from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import BINS, export, numbers_of, page_of
-from page.training import StepOrder, step_rows, version_view
+from page.training import StepOrder, comparison, step_rows, training_view, version_view
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 
@@ -106,6 +106,20 @@ def test_version_view_of_many_branches_has_the_nearest_versions(store: StoreSett
     near = [(row["Branch"], row["Version"]) for row in (version_view(page_store, run, "b29", 8) or {})["near"]]
     assert set(near) >= {(branch, version) for branch in branches for version in range(6, 11)}
     assert near == sorted(near, key=lambda row: row[::-1])
+
+
+def test_held_out_returns_of_many_runs_of_a_branch_are_all_there(store: StoreSettings, page_store: PageStore, run: str) -> None:
+    """A job of every night trains in a run of its own."""
+    nights = [(f"{run}-{number}", number) for number in range(40)]
+    rows = [{"Policy": run, "Branch": "main", "RunId": night, "Version": number, "Status": "committed"} for night, number in nights]
+    insert(store, "policy_versions", rows)
+    held_out = {"Mode": "validate", "TaskId": "rome"}
+    insert(store, "builds", [build(night, f"r{number}", {"": 1.0}, **held_out, PolicyVersions=[number]) for night, number in nights])
+    insert(store, "builds", [build(f"{run}-other", "r", {"": 0.0}, **held_out, PolicyVersions=[7])])
+    returns = training_view(page_store, run, "main")["heldOut"]
+    assert [(row["Version"], row["Return"], row["Rollouts"]) for row in returns] == [(number, 1.0, 1) for _, number in nights]
+    assert len(comparison(page_store, run, 3, 39)["tasks"]) == 1
+    assert training_view(page_store, run, "other")["heldOut"] == []
 
 
 def test_step_rows_sort_puts_steps_without_the_metric_last(store: StoreSettings, page_store: PageStore, run: str) -> None:
