@@ -85,7 +85,8 @@ def cluster_values(settings: Settings, home: str) -> dict[str, object]:
         values |= {"queue.host": home, "queue.url": _at(queue.url, home)}
     if _is_loopback(gateway.url):
         values |= {"gateway.host": home, "gateway.url": _at(gateway.url, home)}
-    if _is_loopback(gateway.engine_url) and urlsplit(gateway.engine_url).port == engine.port:
+    engine_url = gateway.engine_url or engine.url or ""
+    if _is_loopback(engine_url) and urlsplit(engine_url).port == engine.port:
         values |= {"gateway.engine_url": "", "engine.host": NODE, "engine.url": f"http://{NODE}:{engine.port}"}
     if trainer.workers.per_node and trainer.workers.ray_address is None:
         values["trainer.workers.ray_address"] = CLUSTER

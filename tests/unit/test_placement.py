@@ -103,6 +103,8 @@ def test_cluster_values_name_home_and_leave_other_machines_alone() -> None:
     urls = {service.name: service.ready_url for service in services}
     assert urls["store"] == f"http://{HOME}:8123/ping"
     assert [urls["engine-1"], urls["engine-2"]] == ["http://{node}:8000/health", "http://{node}:8001/health"]
+    engine = in_cluster({"gateway.engine_url": "", "engine.url": "http://127.0.0.1:8000"})[0].engine
+    assert (engine.host, engine.url) == ("{node}", "http://{node}:8000"), "one that registered itself on one machine already"
     elsewhere = {
         "store.url": "http://s:8123",
         "store.otlp_endpoint": "http://s:4318",
