@@ -1,10 +1,12 @@
 """Progress of the training, from the span store.
 
-In: the address of the store. Out: `TrainingProgress`. Invariant: a store that is away makes the progress unknown, never an error.
+In: the address of the store. Out: `TrainingProgress`. Invariant: a store that is away makes the progress unknown, never an error,
+and a supervisor does not wait for one that hangs.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 _SECONDS = 5.0
-"""Interval of the queries, in seconds."""
+"""Interval of the readings, in seconds."""
 _STEP = """
 SELECT Version, Metrics['mean_return'], Metrics['seconds_idle'] / nullIf(Metrics['seconds_idle'] + Metrics['seconds_step'], 0)
 FROM spangrad.policy_versions
@@ -27,24 +29,34 @@ ORDER BY Version DESC LIMIT 1"""
 
 
 class ProgressReader:
-    """Reader of the progress, which queries the store at intervals."""
+    """Reader of the progress from the store."""
 
     def __init__(self, settings: Settings) -> None:
-        """Store the settings; the first `read` connects."""
+        """Store the settings; the first reading connects."""
         self._settings = settings
         self._client: Client | None = None
         self._due = 0.0
+        self._reading: threading.Thread | None = None
+        self._is_late = False
         self._progress: TrainingProgress | None = None
 
     def read(self) -> TrainingProgress | None:
-        """Return the newest progress. None: the store does not answer."""
-        if time.monotonic() >= self._due:
-            try:
-                self._progress = self._query()
-            except StoreError:
-                self._client, self._progress = None, None
-            self._due = time.monotonic() + _SECONDS
+        """Return the progress. None: the store does not answer."""
+        try:
+            self._progress = self._query()
+        except StoreError:
+            self._client, self._progress = None, None
         return self._progress
+
+    def newest(self) -> TrainingProgress | None:
+        """Return the progress as it was read last, without waiting: a thread reads it every `_SECONDS`. None: none was, or it is late."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _SECONDS
+            self._is_late = bool(self._reading and self._reading.is_alive())
+            if not self._is_late:
+                self._reading = threading.Thread(target=self.read, name="progress", daemon=True)
+                self._reading.start()
+        return None if self._is_late else self._progress
 
     def _query(self) -> TrainingProgress:
         trainer, store = self._settings.trainer, self._settings.store

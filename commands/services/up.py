@@ -106,7 +106,7 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
                 while True:
                     supervisor.poll()
                     was_ready = was_ready or supervisor.are_ready
-                    publish(progress.read() if was_ready else None)
+                    publish(progress.newest() if was_ready else None)
                     # Later, a failed service leaves the others to those who use them.
                     if not was_ready and supervisor.failed:
                         raise SpangradError(supervisor.failure(supervisor.failed[0]))
