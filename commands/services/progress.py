@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 _SECONDS = 5.0
 """Interval of the readings, in seconds."""
 _STEP = """
-SELECT Version, Metrics['mean_return'], Metrics['seconds_idle'] / nullIf(Metrics['seconds_idle'] + Metrics['seconds_step'], 0)
-FROM spangrad.policy_versions
-WHERE Policy = {policy:String} AND Branch = {branch:String} AND Status = 'committed' AND BatchId != ''
+SELECT Version, Return, Metrics['seconds_idle'] / nullIf(Metrics['seconds_idle'] + Metrics['seconds_step'], 0)
+FROM spangrad.steps WHERE Policy = {policy:String} AND Branch = {branch:String}
 ORDER BY Version DESC LIMIT 1"""
 
 

@@ -284,6 +284,12 @@ def test_training_progress_counts_built_rollouts_that_are_not_trained(settings: 
     trained = {"Policy": "policy", "Branch": run, "BatchId": "b", "Version": 1, "RunId": run, "Mode": "train", "GroupId": "g", "Attempt": 0}
     world.insert("batches", [{**trained, "RolloutId": "g-0", "BuildSpec": SPEC, "Revision": 1}])
     assert ProgressReader(settings).read() == TrainingProgress(1, None, None, None)
+    step = {"Policy": "policy", "Branch": run, "BatchId": "b", "Status": "committed"}
+    world.insert("policy_versions", [{**step, "Version": 1, "Metrics": {"loss": 0.5}}])
+    assert ProgressReader(settings).read() == TrainingProgress(1, 1, None, None), "a step on files has no return"
+    metrics = {"mean_return": -0.5, "seconds_idle": 1.0, "seconds_step": 3.0}
+    world.insert("policy_versions", [{**step, "Version": 2, "Metrics": metrics}])
+    assert ProgressReader(settings).read() == TrainingProgress(1, 2, -0.5, 0.25)
 
 
 def test_train_once_from_store_to_committed_version(
