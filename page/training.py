@@ -286,7 +286,10 @@ def version_view(store: PageStore, policy: str, branch: str, version: int) -> di
 
 
 def comparison(store: PageStore, policy: str, left: int, right: int) -> dict[str, Any]:
-    """Return the held-out tasks that two versions of a policy played, with their rollouts; a row a role where rewards name several."""
+    """Return the held-out tasks that two versions of a policy played, with their rollouts; a row a role where rewards name several.
+
+    The tasks are those with the largest differences, `TASKS_MOST` at most; the numbers are of all.
+    """
     tasks: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for row in store.rows(_HELD_OUT, {"policy": policy, "left": left, "right": right}):
         tasks.setdefault((row["TaskId"], row["Role"]), {})[row["Sampled"]] = {"mean": row["Mean"], "rollouts": row["Rollouts"]}
@@ -295,6 +298,7 @@ def comparison(store: PageStore, policy: str, left: int, right: int) -> dict[str
     return {
         "left": left,
         "right": right,
+        "both": len(both),
         "tasks": [{"task": task, "role": role, "left": earlier, "right": later} for (task, role), earlier, later in both[:TASKS_MOST]],
         "leftOnly": sum(right not in sides for sides in tasks.values()),
         "rightOnly": sum(left not in sides for sides in tasks.values()),

@@ -22,7 +22,7 @@ function beside(task) {
 
 if (query.policy && query.left && query.right) {
   const found = await ask(address("/api/compare", query));
-  put("summary", `${found.tasks.length} held-out tasks were played by both: version ${found.right} did better in ${found.better}, worse in ${found.worse}. `
+  put("summary", `${found.both} held-out tasks were played by both: version ${found.right} did better in ${found.better}, worse in ${found.worse}. `
     + `Only version ${found.left} played ${found.leftOnly} others, only version ${found.right} ${found.rightOnly}.`);
   put("tasks", found.tasks.length ? h("table", {}, h("caption", { class: "hidden" }, "Tasks, the largest difference first"),
     h("thead", {}, h("tr", {}, ["Task", "Difference", `Version ${found.left}`, `Version ${found.right}`, "Rollouts"].map((name) => h("th", { scope: "col" }, name)))),

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from page import training
 from page.overview import OverviewReader
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
@@ -120,6 +121,21 @@ def test_held_out_returns_of_many_runs_of_a_branch_are_all_there(store: StoreSet
     assert [(row["Version"], row["Return"], row["Rollouts"]) for row in returns] == [(number, 1.0, 1) for _, number in nights]
     assert len(comparison(page_store, run, 3, 39)["tasks"]) == 1
     assert training_view(page_store, run, "other")["heldOut"] == []
+
+
+def test_comparison_of_more_tasks_than_it_lists_counts_all(
+    store: StoreSettings, page_store: PageStore, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    insert(store, "policy_versions", [{"Policy": run, "Branch": "main", "RunId": run, "Version": 2, "Status": "committed"}])
+    played = [(task, version) for task in range(5) for version in (1, 2)]
+    columns = [{"Mode": "validate", "TaskId": f"t{task}", "PolicyVersions": [version]} for task, version in played]
+    builds = [
+        build(run, f"{task}-{version}", {"": float(task * version)}, **of) for (task, version), of in zip(played, columns, strict=True)
+    ]
+    insert(store, "builds", builds)
+    monkeypatch.setattr(training, "TASKS_MOST", 2)
+    view = comparison(page_store, run, 1, 2)
+    assert ([row["task"] for row in view["tasks"]], view["both"], view["better"], view["worse"]) == (["t4", "t3"], 5, 4, 0)
 
 
 def test_step_rows_sort_puts_steps_without_the_metric_last(store: StoreSettings, page_store: PageStore, run: str) -> None:
