@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
+import struct
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -196,10 +198,15 @@ class _Page:
         waiting = iter(parts)
         part = await self._in_thread(lambda: next(waiting, None))
         await response.prepare(request)
-        while part is not None:
-            await response.write(part)
-            part = await self._in_thread(lambda: next(waiting, None))
-        await response.write_eof()
+        try:
+            while part is not None:
+                await response.write(part)
+                part = await self._in_thread(lambda: next(waiting, None))
+        except ConnectionResetError:
+            pass  # the browser has left
+        except SpangradError as error:
+            log.warning("download of %s ended early: %s", request.path, error)
+            _reset(request)
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -225,6 +232,13 @@ class _Page:
 
     def _in_thread(self, work: Callable[[], T]) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _reset(request: web.Request) -> None:
+    """Reset a connection amid a response: a second response would be part of the first, and a clean end would make that look whole."""
+    if request.transport is not None:
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        request.transport.abort()
 
 
 def _encoded(value: Any) -> bytes | None:

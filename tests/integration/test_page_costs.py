@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import urllib.request
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,6 +19,8 @@ from page.lanes import PARTS, lanes_view
 from page.reading import PageStore
 from page.rollouts.filters import RolloutFilter, RolloutOrder
 from page.rollouts.listing import page_of
+from page.views import PageViews
+from spangrad.errors import StoreError
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from tests.support.pages import running_page
@@ -201,6 +205,58 @@ def test_overview_streams_hold_no_thread_and_get_each_step_once(monkeypatch: pyt
         assert events[-1]["steps"] == [{"Version": 2, "Metrics": {}}]
         with urllib.request.urlopen(f"{url}/api/overview") as whole:
             assert json.load(whole) == {"steps": steps}
+
+
+@pytest.mark.parametrize("http", ["HTTP/1.0", "HTTP/1.1"])
+def test_download_whose_store_fails_midway_breaks_off(monkeypatch: pytest.MonkeyPatch, http: str) -> None:
+    failing = threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        yield b"row\r\n"
+        assert failing.wait(60)
+        raise StoreError("the store is gone.")
+
+    monkeypatch.setattr(PageViews, "downloads", lambda views: {"/rollouts.csv": lambda query: ("rollouts.csv", parts())})
+    with running_page(Settings()) as url, _download(url, http) as answer:
+        received = _read_until(answer, b"row\r\n")
+        failing.set()
+        with pytest.raises(ConnectionResetError):
+            _read_until(answer, b"never")
+    assert received.count(b"HTTP/") == 1
+
+
+def test_download_that_a_browser_leaves_logs_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        try:
+            while True:
+                yield b"row\r\n" * 10_000
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(PageViews, "downloads", lambda views: {"/rollouts.csv": lambda query: ("rollouts.csv", parts())})
+    with running_page(Settings()) as url:
+        with _download(url, "HTTP/1.1") as answer:
+            _read_until(answer, b"row")
+        assert ended.wait(60)
+    assert caplog.messages == []
+
+
+def _download(url: str, http: str) -> socket.socket:
+    """Ask for a download; return the connection."""
+    address = urlsplit(url)
+    connection = socket.create_connection((address.hostname or "", address.port or 0), timeout=60)
+    connection.sendall(f"GET /rollouts.csv {http}\r\nHost: {address.netloc}\r\n\r\n".encode())
+    return connection
+
+
+def _read_until(connection: socket.socket, end: bytes) -> bytes:
+    """Return what is received up to a text, or to the end of the connection."""
+    received = b""
+    while end not in received and (part := connection.recv(65536)):
+        received += part
+    return received
 
 
 def _data(stream: Any) -> bytes:
