@@ -18,6 +18,8 @@ VLLM_PYTHON = Path(".venv-vllm/bin/python")
 """Python interpreter of vLLM's environment, as `make setup` makes it, relative to a project's directory."""
 CHECKOUT = Path(__file__).resolve().parents[2]
 """Directory of the checkout, or of the installed packages."""
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Directory of the control group of a container's processes (version 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +62,24 @@ def available_memory() -> int:
     """Return the memory that processes can still use, in bytes: the kernel's estimate, within the limit of the control group."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (_number(Path(f"/sys/fs/cgroup/memory.{name}")) for name in ("max", "current"))
-    return available if limit is None or used is None else max(min(available, limit - used), 0)
+    limit, used = (_number(_CONTROL_GROUP / f"memory.{name}") for name in ("max", "current"))
+    if limit is None or used is None:
+        return available
+    return max(min(available, limit - used + _file_cache()), 0)
 
 
 def choose_ports(preferred: tuple[int, ...]) -> tuple[int, ...]:
     """Return a free port for each preferred one: itself, unless a process listens on it."""
     return tuple(port if is_free("127.0.0.1", port) else free_ports(1)[0] for port in preferred)
+
+
+def _file_cache() -> int:
+    """Return the size of the cached files that the control group counts as used, and that the kernel gives up first, in bytes."""
+    try:
+        counts = dict(line.split() for line in (_CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        return int(counts["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def _number(file: Path) -> int | None:

@@ -141,3 +141,17 @@ def test_read_model_invalid_directory_raises(tmp_path: Path) -> None:
     assert (facts.weight_bytes, facts.has_chat_template) == (8, False)
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     assert read_model(tmp_path / "model").has_chat_template
+
+
+def test_available_memory_of_a_control_group_counts_its_cached_files_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_CONTROL_GROUP", tmp_path)
+    host = machine.available_memory()
+    assert host > 2**24, "without a control group it is the kernel's estimate"
+    (tmp_path / "memory.max").write_text(f"{2**24}\n")
+    (tmp_path / "memory.current").write_text(f"{2**24 - 2**20}\n")
+    assert machine.available_memory() == 2**20
+    # A container that has just downloaded a model.
+    (tmp_path / "memory.stat").write_text(f"anon {2**20}\ninactive_file {2**23}\n")
+    assert machine.available_memory() == 2**20 + 2**23
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory() > 2**24
