@@ -184,12 +184,15 @@ def lack_text(missing: Sequence[Bundle], nodes: Sequence[Node]) -> str:
 
 def shared_paths(settings: Settings, groups: Sequence[BundleGroup]) -> list[str]:
     """Return the settings whose paths services on several nodes read or write, and which must be the same disk on all of them."""
+    engine, trainer = settings.engine, settings.trainer
     away = {kind_of(bundle.service) for group in groups if not group.home for bundle in group.bundles}
+    engine_is_away, trainer_is_away = "engine" in away, bool({"train", RANKS} & away)
     paths = {
-        "engine.model": settings.engine.model if "engine" in away else None,
-        "trainer.model": settings.trainer.model if {"train", RANKS} & away else None,
-        "trainer.directory": settings.trainer.directory
-        if {"train", RANKS} & away or ("engine" in away and settings.trainer.weight_sync.method != "transfer")
+        # Without trainer.model, training begins with the engine's.
+        "engine.model": engine.model if engine_is_away or (trainer_is_away and not trainer.model) else None,
+        "trainer.model": trainer.model if trainer_is_away else None,
+        "trainer.directory": trainer.directory
+        if trainer_is_away or (engine_is_away and trainer.weight_sync.method != "transfer")
         else None,
     }
     return [f"{key} = {path}" for key, path in paths.items() if path]

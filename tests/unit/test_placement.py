@@ -138,6 +138,9 @@ def test_shared_paths_are_those_of_services_away_from_home() -> None:
     assert shared_paths(settings, placement(settings, services, gpus=False)) == ["engine.model = m", "trainer.directory = data/policies"]
     settings, services = in_cluster({"gateway.engine_url": "http://e:8000"})
     assert shared_paths(settings, placement(settings, services, gpus=False)) == []
+    # Training begins with engine.model where no other is named.
+    settings, services = in_cluster({"gateway.engine_url": "http://e:8000", "trainer.workers.per_node": 2})
+    assert shared_paths(settings, placement(settings, services, gpus=True)) == ["engine.model = m", "trainer.directory = data/policies"]
 
 
 def test_settings_variables_resolve_to_equal_settings(tmp_path: Path) -> None:
