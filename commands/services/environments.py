@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
 
@@ -14,7 +11,7 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, require_direc
 def environments(
     *,
     factory: str,
-    instances: Annotated[int, Parameter(help="number of instances that are served.")] = 1,
+    instances: int = 1,
     directory: Path = Path(),
     port: int | None = None,
     config: ConfigFile = None,

@@ -184,7 +184,7 @@ def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **whi
     rollouts = _ask(config, set_, listed)
     _print(rollouts[:limit])
     if len(rollouts) > limit:
-        print(f"there are more than {limit}: --limit lists others", file=sys.stderr)
+        print(f"there are more than {limit}: raise --limit to list more", file=sys.stderr)
 
 
 def _require_limit(limit: int) -> None:

@@ -59,7 +59,7 @@ class ActionCommands:
 
 
 class ActionRunner:
-    """Carries out actions, one at a time each, and writes them down."""
+    """Runner of actions, which records each in the store before and after."""
 
     def __init__(self, settings: Settings, store: PageStore, commands: ActionCommands, plays: PlaySessions) -> None:
         """Store the arguments; nothing is sent."""

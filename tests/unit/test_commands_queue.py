@@ -84,7 +84,7 @@ async def test_queue_list_pages_to_its_limit(tmp_path: Path, capsys: pytest.Capt
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
     async with serving(settings) as (client, _):
         await client.enqueue("run", new_rollouts(10))
-        for limit, notice in ((7, "there are more than 7: --limit lists others\n"), (10, ""), (5000, "")):
+        for limit, notice in ((7, "there are more than 7: raise --limit to list more\n"), (10, ""), (5000, "")):
             await asyncio.to_thread(command._list, run="run", limit=limit, set_=[f"queue.url={settings.queue.url}"])
             printed = capsys.readouterr()
             assert [line[0] for line in words(printed.out)[1:]] == [f"r{number}" for number in range(min(limit, 10))]
