@@ -70,7 +70,9 @@ export async function post(path, content) {
   try {
     const answer = await fetch(path, { method: "POST", body: JSON.stringify(content),
       headers: { "Content-Type": "application/json", "X-Spangrad-Action": TOKEN } });
-    const value = JSON.parse(await answer.text());
+    const text = await answer.text();
+    if (answer.status === 401) return { ok: false, sentence: text.trim() }; // the login has expired: plain text
+    const value = JSON.parse(text);
     return { ok: answer.ok, sentence: value.done ?? value.error };
   } catch {
     return { ok: false, sentence: "The page's server gave no answer: look at Actions before you ask again." };

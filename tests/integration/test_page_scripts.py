@@ -289,6 +289,14 @@ def test_queue_page_last_attempt_has_its_time_zone(visitor: Visitor) -> None:
     expect(page.locator("#rollouts tbody")).to_contain_text("0: under way, began 1970-01-01 00:00:00 UTC")
 
 
+def test_action_without_a_login_shows_the_refusal(visitor: Visitor) -> None:
+    refusal = "this page asks for its token: open /login."
+    visitor.page.route("**/api/actions", lambda route: route.fulfill(status=401, content_type="text/plain", body=f"{refusal}\n"))
+    asked = "async () => (await import('/static/actions.js')).post('/api/actions', {})"
+    assert visitor.open("/queue").evaluate(asked) == {"ok": False, "sentence": refusal}
+    visitor.faults.clear()
+
+
 def test_number_is_on_one_line_with_its_unit(visitor: Visitor) -> None:
     page = visitor.open("/actions")
     lines = """() => {
