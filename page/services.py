@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from spangrad.http.json_http import status_of, text_of
@@ -36,9 +37,15 @@ def services_of(settings: Settings) -> list[dict[str, Any]]:
     with ThreadPoolExecutor(len(requests)) as threads:
         answers = {name: threads.submit(request) for name, request in requests.items()}
     answered = [{"name": name, **answer.result()} for name, answer in answers.items()]
-    status = run_directory.status_of(settings.up.directory) or {"services": []}
-    supervised = map(_supervised, status["services"])
+    supervised = map(_supervised, _status(settings.up.directory)["services"])
     return answered + [service for service in supervised if service["name"] not in _COVERED | requests.keys()]
+
+
+def _status(directory: Path) -> Mapping[str, Any]:
+    try:
+        return run_directory.status_of(directory) or {"services": []}
+    except PermissionError:  # of another user, whose services are asked over HTTP alone
+        return {"services": []}
 
 
 def _answering(url: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from page.overview import OverviewReader, overview_without
 from page.reading import PageStore
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
 from page.token_texts import TokenTexts
-from spangrad.settings import BuilderSettings, GatewaySettings, Settings, StoreSettings
+from spangrad.settings import BuilderSettings, GatewaySettings, Settings, StoreSettings, UpSettings
 from spangrad.store.names import INTERNAL
 from spangrad.weights.checksums import tokenizer_hash
 
@@ -34,6 +34,16 @@ def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch
     settings = Settings(builder=BuilderSettings(metrics_address="127.0.0.1:9"))
     builder = next(row for row in services.services_of(settings) if row["name"] == "builder")
     assert (builder["answers"], builder["detail"][:37]) == (False, "what http://127.0.0.1:9/metrics answe")
+
+
+def test_services_of_a_supervisor_whose_directory_is_private_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(services.run_directory, "owner_of", refused)
+    monkeypatch.setattr(services, "status_of", lambda url, seconds: 200)
+    rows = services.services_of(Settings(up=UpSettings(directory=tmp_path)))
+    assert [row["name"] for row in rows] == ["store", "gateway"]
 
 
 def test_text_search_text_is_looked_for_as_json_escapes_it() -> None:
