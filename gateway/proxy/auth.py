@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from pydantic import SecretStr
 
 from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, model_of, url_attempt
@@ -36,8 +37,6 @@ _ASKS_FOR_TOKEN = (
 # By model_construct, as it has no `token`, which is never read.
 FULL_ACCESS = ClientSettings.model_construct(name="gateway.token", may_admin=True)
 """Permissions of `gateway.token`, and of everyone where the settings name no token."""
-_AGENTS = ClientSettings.model_construct(name="agents")
-"""Permissions of the agents that workers start: to call models."""
 
 
 class AccessControl:
@@ -138,19 +137,25 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 def _callers(settings: GatewaySettings) -> dict[bytes, ClientSettings]:
     """Return the callers by the hash of their token."""
-    callers: dict[bytes, ClientSettings] = {}
-    if settings.token:
-        token = settings.token.get_secret_value()
-        callers = {_digest(token): FULL_ACCESS, _digest(agent_token(token)): _AGENTS}
+    callers = _with_agents(settings.token, FULL_ACCESS) if settings.token else {}
     names: set[str] = set()
     for client in settings.clients:
-        digest = _digest(client.token.get_secret_value())
-        if digest in callers:
+        added = _with_agents(client.token, client)
+        for digest in added.keys() & callers.keys():
             raise SettingsError(f"gateway.clients: {client.name!r} has the same token as {callers[digest].name!r}. Give it another one.")
         if client.name in names:
             raise SettingsError(f"gateway.clients names {client.name!r} twice. Give each client a name of its own.")
         names.add(client.name)
-        callers[digest] = client
+        callers |= added
+    return callers
+
+
+def _with_agents(token: SecretStr, caller: ClientSettings) -> dict[bytes, ClientSettings]:
+    """Return a caller by the hash of its token, and the agents of a worker that shows the same token by the hash of theirs."""
+    plain = token.get_secret_value()
+    callers = {_digest(plain): caller}
+    if caller.may_admin:  # as a worker needs, which announces attempts
+        callers[_digest(agent_token(plain))] = caller.model_copy(update={"name": f"agents of {caller.name}", "may_admin": False})
     return callers
 
 
@@ -177,9 +182,7 @@ def _refuse_admin(caller: ClientSettings, path: str) -> web.Response | None:
         return _forbidden(f"client {caller.name!r} may not read the backends' keys. A gateway that follows this one needs gateway.token.")
     if caller.may_admin or path == _UNKNOWN:
         return None
-    if caller is _AGENTS:
-        return _forbidden("the token of agents may only call models. Use gateway.token.")
-    return _forbidden(f"client {caller.name!r} may only call models. Use gateway.token, or set may_admin in its gateway.clients entry.")
+    return _forbidden(f"client {caller.name!r} may only call models. Use gateway.token, or the token of a client with may_admin.")
 
 
 def _forbidden(message: str) -> web.Response:

@@ -66,6 +66,7 @@ CHAT = "/v1/chat/completions"
         (bearer("nobody") | {"x-api-key": "any-key"}, CHAT, "", (200, "")),
         (bearer("any-key"), CHAT, "", (200, "")),
         (bearer(agent_token("root")), CHAT, "", (200, "")),
+        (bearer(agent_token("trainer-key")), CHAT, "", (200, "")),
         (bearer(agent_token("any-key")), CHAT, "", (401, "authentication_error: this gateway asks for a token.")),
         (bearer("any-key"), f"/rollout/r/attempt/0{CHAT}", "", (200, "")),
         (bearer("evals-key"), f"/rollout/eval-1/attempt/0{CHAT}", "", (200, "")),
@@ -146,7 +147,7 @@ async def test_gateway_client_limited_to_policies_must_name_one(body: bytes) -> 
 )
 async def test_gateway_admin_orders_need_administrator_token(method: str, path: str, body: object) -> None:
     async with staged(token="root", clients=CLIENTS) as stage:
-        for token in ("evals-key", "any-key", agent_token("root")):
+        for token in ("evals-key", "any-key", agent_token("root"), agent_token("trainer-key")):
             status, message = await ask(stage, method, path, bearer(token), json=body)
             assert (status, message.split(":")[0]) == (403, "permission_error")
         for token in ("root", "trainer-key"):
@@ -170,6 +171,8 @@ def test_access_control_duplicate_client_tokens_or_names_raise() -> None:
         access(clients=[{"name": "a", "token": "same"}, {"name": "b", "token": "same"}])
     with pytest.raises(SettingsError, match=r"'a' has the same token as 'gateway.token'"):
         access(token="same", clients=[{"name": "a", "token": "same"}])
+    with pytest.raises(SettingsError, match=r"'b' has the same token as 'a'"):
+        access(clients=[{"name": "a", "token": agent_token("1")}, {"name": "b", "token": "1", "may_admin": True}])
     with pytest.raises(SettingsError, match=r"names 'a' twice"):
         access(clients=[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}])
 
