@@ -49,13 +49,13 @@ def _layers(file: Path) -> list[tuple[str, list[int]]]:
     """Return the name and shape of each layer in a file that can be adapted."""
     try:
         header, _ = read_header(file)
-    except (OSError, struct.error, *JSON_ERRORS) as error:
+        return [
+            (name.removesuffix(".weight"), facts["shape"])
+            for name, facts in header.items()
+            if name.endswith(_KNOWN) and len(facts["shape"]) == 2
+        ]
+    except (OSError, struct.error, LookupError, TypeError, AttributeError, *JSON_ERRORS) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Restore it from a copy.") from error
-    return [
-        (name.removesuffix(".weight"), facts["shape"])
-        for name, facts in header.items()
-        if name.endswith(_KNOWN) and len(facts["shape"]) == 2
-    ]
 
 
 def _zeros(shapes: dict[str, list[int]]) -> bytes:

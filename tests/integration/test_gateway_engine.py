@@ -119,6 +119,10 @@ def test_engine_with_impossible_weight_sync_method_raises(model: Path, tmp_path:
         serve(settings(model, tmp_path, lora_rank=8, transfer="http"))
     with pytest.raises(EngineError, match=r"has no layer \*_proj.weight .* Set engine.lora_rank = 0"):
         serve(settings(model, tmp_path, lora_rank=8))
+    for header in (b"[]", b'{"q_proj.weight": {}}', b'{"q_proj.weight": {"shape": 1}}'):
+        (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*Restore it from a copy"):
+            serve(settings(model, tmp_path, lora_rank=8))
     (model / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read .*Restore it from a copy"):
         serve(settings(model, tmp_path, lora_rank=8))
