@@ -51,9 +51,11 @@ def adapter_facts(directory: Path) -> AdapterFacts | None:
         config = json.loads(file.read_text())
         extra = [name for name in _UNKNOWN if config.get(name)]
         facts = AdapterFacts(Path(config["base_model_name_or_path"]), int(config["r"]), float(config["lora_alpha"]))
+        if facts.rank < 1:
+            raise ValueError(f"r = {facts.rank}")
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Restore {directory} from a copy, or let its files be read.") from error
-    except (*JSON_ERRORS, TypeError, KeyError, AttributeError) as error:
+    except (*JSON_ERRORS, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{file} is no configuration of a LoRA adapter ({error!r}). Restore {directory} from a copy.") from error
     if extra:
         raise CheckpointError(f"{file} asks for {', '.join(extra)}: only plain LoRA, with one rank and alpha, can be compared and served.")

@@ -173,7 +173,14 @@ def test_checksum_directory_of_unreadable_files_raises(tmp_path: Path) -> None:
         checksum_directory(tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("config", ["[]", "{", "[" * 100_000, '{"r": 1}', '{"base_model_name_or_path": "m", "r": "x", "lora_alpha": 1}'])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *("[]", "{", '{"r": 1}'),
+        pytest.param("[" * 100_000, id="deep"),
+        *(f'{{"base_model_name_or_path": "m", "r": {rank}, "lora_alpha": 1}}' for rank in ('"x"', "0", "1e999")),
+    ],
+)
 def test_adapter_facts_of_invalid_configuration_raises(tmp_path: Path, config: str) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is no configuration of a LoRA adapter"):
