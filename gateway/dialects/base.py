@@ -191,10 +191,10 @@ def append_text(fields: dict[str, Any], name: str, text: object) -> None:
     minute.
 
     Raises:
-        TypeError: the part is no text.
+        TypeError: the part is not a string.
     """
     if not isinstance(text, str):
-        raise TypeError(f"{name} is no text")
+        raise TypeError(f"{name} must be a string")
     whole = fields.get(name)
     fields[name] = None
     if isinstance(whole, str):
