@@ -120,6 +120,9 @@ async def test_engine_that_restarts_with_another_token_is_admitted_with_that(tmp
             assert (await ask(stage, "POST", "/admin/backends", {**body, "key": "second"}))[0] == 201
             await asyncio.sleep(1)
             await all_serve(stage, 2)
+            async with asyncio.timeout(30):
+                while not (await ask(stage, "GET", "/admin/followers"))[1]["followers"][0]["confirmed"]:  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(0.01)
             for number in range(2):
                 assert (await follower.chat(f"/rollout/r{number}/attempt/0"))[0] == 200
             assert (len(engine.requests), engine.headers[0]["authorization"]) == (1, "Bearer second")
