@@ -251,7 +251,7 @@ class _Vllm:
         for line in lines:
             text = line.decode(errors="replace")
             self._tail.append(text)
-            # What our output does not take, such as a full disk, is dropped: vLLM would wait for ever until its log is read.
+            # Lines that our output refuses, as one on a full disk does, are dropped: vLLM would block once nobody reads its log.
             with suppress(OSError, ValueError):
                 sys.stdout.write(text)
                 sys.stdout.flush()
