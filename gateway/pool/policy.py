@@ -256,4 +256,4 @@ class Policy:
 
     def _takes_calls(self) -> bool:
         """Return whether some backend may take a call: else there is no need to look at every line of the queue."""
-        return bool(self._free(self.backends)) or any(backend.may_be_tried for backend in self.backends)
+        return bool(self._free(self.backends)) or (not self.release and any(backend.may_be_tried for backend in self.backends))

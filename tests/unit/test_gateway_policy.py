@@ -86,6 +86,24 @@ async def test_acquire_of_many_waiting_calls_takes_no_time_by_lines_and_backends
     assert max(taken.count(backend) for backend in backends) == 16, "no more than its share"
 
 
+class Restarting(FrozenUpstream):
+    """A backend that is down like an engine that restarts: a call may try it while nothing was published."""
+
+    may_be_tried = True  # type: ignore[assignment]
+
+
+async def test_changed_looks_at_no_line_where_the_only_backend_with_room_restarts() -> None:
+    policy, (full,) = policy_of(1)
+    assert await policy.acquire(None) is full
+    policy.served(WeightsRelease(1, "/models/v1", ""))
+    call = await begun(policy, A)
+    policy.backends.append(Restarting("policy-1", BackendSettings(url="http://upstream-1", kind="openai")))
+    policy.backends[-1].status = BackendStatus.DOWN
+    assert not policy._takes_calls()
+    policy.give_back(full)
+    assert await call is full
+
+
 async def test_acquire_keeps_rollout_at_its_backend_until_much_busier() -> None:
     policy, (first, second) = policy_of(None, None)
     assert [await policy.acquire(A), await policy.acquire(B)] == [first, second]
