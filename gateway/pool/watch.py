@@ -74,7 +74,7 @@ async def _look(backend: Backend, policy: Policy) -> EngineError | None:
             return error
         is_another, backend.started = backend.started not in {0, info.started}, info.started
         if is_another and (backend.broken or backend.status is not BackendStatus.DOWN):  # it was not looked at while it was away
-            backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)
+            _await_admission(backend)
         restarted = backend.info is not None and info.version != backend.info.version
         if not backend.broken and (backend.status is BackendStatus.DOWN or restarted):
             await _try_to_admit(backend, policy, info)
@@ -169,4 +169,9 @@ async def _restart(backend: Backend, seconds: float) -> None:
             tail = output.read()[-OUTPUT_BYTES:].decode(errors="replace")
             backend.reason = f"{why} Its restart command ended with exit code {process.returncode}: {tail}"
         elif backend.broken:
-            backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)
+            _await_admission(backend)
+
+
+def _await_admission(backend: Backend) -> None:
+    """Take down an engine that was restarted, so that it may be admitted again."""
+    backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)
