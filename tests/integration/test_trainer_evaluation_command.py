@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,29 +78,53 @@ def test_evaluation_command_failures_are_logged_and_recorded(caplog: pytest.LogC
     assert caplog.messages[2:] == ["trainer.evaluation.command took more than 0.1 s for version 3, and was ended"]
 
 
-def test_evaluation_command_of_another_user_is_recorded_as_failed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as one that sudo runs, which the trainer may not signal."""
+@pytest.fixture
+def another_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands that the trainer may not signal, such as those that sudo runs; they are killed at the end."""
+    groups, kill = set[int](), os.killpg
 
     def killpg(group: int, number: int) -> None:
+        groups.add(group)
         raise PermissionError(1, "Operation not permitted")
 
-    command = (sys.executable, "-c", "import time; time.sleep(5)")
-    evaluation = EvaluationCommand(EvaluationSettings(every=1, command=command, timeout_seconds=0.1))
-    closed = EvaluationCommand(EvaluationSettings(every=1, command=command))
-    ledger = FakeLedger()
-    with monkeypatch.context() as context:
-        context.setattr(evaluation_command.os, "killpg", killpg)
-        evaluation.start(1)
-        wait_until(lambda: [version.version for version in evaluation.record(ledger)] == [1], 4, "the end of the evaluation")
-        assert not evaluation.wait()
-        closed.start(1)
-        wait_until(lambda: closed._process is not None, 4, "the command")  # pyright: ignore[reportPrivateUsage]
-        closed.close()
-    assert ledger.failed == {1: 1.0}
-    assert caplog.messages.count("trainer.evaluation.command runs as another user, and cannot be ended. End it yourself.") == 2
-    assert closed.wait()
+    monkeypatch.setattr(evaluation_command.os, "killpg", killpg)
+    yield
+    for group in groups:
+        kill(group, signal.SIGKILL)
+
+
+SLEEPING = (sys.executable, "-c", "import time; time.sleep(600)")
+ANOTHER_USER = "trainer.evaluation.command runs as another user, and cannot be ended. End it yourself."
+
+
+@pytest.mark.usefixtures("another_user")
+def test_evaluation_command_of_another_user_is_recorded_as_failed(caplog: pytest.LogCaptureFixture) -> None:
+    assert ended(*SLEEPING, timeout_seconds=0.1) == {3: 1.0}
+    assert caplog.messages == [ANOTHER_USER, "trainer.evaluation.command took more than 0.1 s for version 3"]
+
+
+@pytest.mark.usefixtures("another_user")
+@pytest.mark.parametrize("started", [True, False])
+def test_evaluation_command_of_another_user_ends_no_close(
+    started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether it runs already, or is being started as the trainer ends."""
+    evaluation = EvaluationCommand(EvaluationSettings(every=1, command=SLEEPING))
+    closing, popen = threading.Thread(target=evaluation.close, daemon=True), subprocess.Popen
+
+    def close_meanwhile(*arguments: Any, **options: Any) -> Any:
+        closing.start()
+        wait_until(lambda: evaluation._is_closed, 60, "the begin of the end")  # pyright: ignore[reportPrivateUsage]
+        return popen(*arguments, **options)
+
+    if not started:
+        monkeypatch.setattr(evaluation_command.subprocess, "Popen", close_meanwhile)
+    evaluation.start(1)
+    if started:
+        wait_until(lambda: evaluation._process is not None, 60, "the command")  # pyright: ignore[reportPrivateUsage]
+        closing.start()
+    wait_until(lambda: bool(closing.ident) and not closing.is_alive(), 60, "the end of the trainer")
+    assert caplog.messages == [ANOTHER_USER]
 
 
 def test_evaluation_command_runs_one_at_a_time_for_newest_version(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ class EvaluationCommand:
         with self._changed:
             self._process = process
             ends = self._is_closed
-        if ends:
-            _end(process)
+        if ends and not _end(process):
+            return True  # `close` waits for this thread
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
