@@ -62,8 +62,7 @@ def read_model(directory: Path) -> ModelFacts:
 
 def facts_of(directory: Path, config: Mapping[str, Any], weight_bytes: int, *, has_chat_template: bool) -> ModelFacts:
     """Return the facts that a model's configuration states."""
-    # Models that also see or hear have the language model's configuration inside.
-    text = {**config, **cast("Mapping[str, Any]", config.get("text_config") or {})}
+    text = _text_config(config)
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32").removeprefix("torch.")
     architectures = cast("list[str]", config.get("architectures") or [])
     return ModelFacts(
@@ -84,6 +83,21 @@ def configured(directory: Path) -> ModelFacts:
         SettingsError: the file is not a JSON object.
     """
     return facts_of(directory, json_object(directory / "config.json") or {}, 0, has_chat_template=False)
+
+
+def vocabulary_size(directory: Path) -> int | None:
+    """Return the number of tokens that a model knows. None: its config.json does not say.
+
+    Raises:
+        SettingsError: the file is not a JSON object.
+    """
+    size = _text_config(json_object(directory / "config.json") or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the language model, which those that also see or hear have inside."""
+    return {**config, **cast("Mapping[str, Any]", config.get("text_config") or {})}
 
 
 def _context(config: Mapping[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ from commands.services.init import init
 from spangrad.errors import SettingsError
 from spangrad.probing import machine
 from spangrad.probing.machine import Gpu, MachineFacts
-from spangrad.probing.model import ModelFacts, facts_of, read_model
+from spangrad.probing.model import ModelFacts, facts_of, read_model, vocabulary_size
 from spangrad.probing.proposals import Ports, cache_bytes, context_of, propose, settings_text
 from spangrad.settings.sources import load_settings
 
@@ -41,6 +41,22 @@ def test_facts_of_model_files() -> None:
     assert (nested.context_tokens, nested.dtype) == (256, "bfloat16")
     unknown = facts_of(Path("/m"), {}, 1, has_chat_template=False)
     assert (unknown.architecture, unknown.context_tokens, unknown.kv_values_a_token) == ("unknown", None, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ('{"vocab_size": 50}', 50),
+        ('{"vocab_size": 50, "text_config": {"vocab_size": 60}}', 60),
+        ('{"vocab_size": 50, "text_config": null}', 50),
+        ('{"vocab_size": null}', None),
+        (None, None),
+    ],
+)
+def test_vocabulary_size_is_that_of_the_language_model(config: str | None, size: int | None, tmp_path: Path) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    assert vocabulary_size(tmp_path) == size
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -149,12 +148,22 @@ def test_step_that_fails_without_bad_row_skips_whole_batch(tmp_path: Path, base:
     assert [version.status for version in trainer.mirror.written if version.version == 1] == [VersionStatus.ORPHANED]  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("config", [{"vocab_size": BAD}, {"text_config": {"vocab_size": BAD}}], ids=str)
-def test_group_with_token_beyond_the_vocabulary_is_skipped_and_planned_so(tmp_path: Path, base: Path, config: dict[str, Any]):
+class Adapted(FakeOptimizer):
+    def load_adapters(self, directory: Path) -> None:
+        assert directory.name == "base"
+
+
+@pytest.mark.parametrize("of_adapter", [False, True])
+def test_group_with_token_beyond_the_vocabulary_is_skipped_and_planned_so(tmp_path: Path, base: Path, of_adapter: bool):
     """A model has no row for it: the step would fail with no word on which group is at fault."""
-    (base / "config.json").write_text(json.dumps(config))
+    model = base
+    if of_adapter:
+        model = write_base(tmp_path / "whole")
+        (base / "model.safetensors").rename(base / "adapter_model.safetensors")
+        (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model), "r": 4, "lora_alpha": 8}))
+    (model / "config.json").write_text(json.dumps({"vocab_size": BAD}))
     chosen, source = settings(base, tmp_path), FakeSource([*"abcde"], changes=bad("b"))
-    trainer = wired(chosen, source)
+    trainer = wired(chosen, source, Adapted())
     states = [GroupState(group(name), 2, 2) for name in source.names]
     plans = planned(states, source.load, history_of(chosen, trainer.ledger, SPEC), chosen.trainer)
     trainer.run(follow=False)

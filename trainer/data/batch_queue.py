@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spangrad.errors import BadRowsError, TrainerError
-from spangrad.probing.model import json_object
+from spangrad.probing.model import vocabulary_size
 from spangrad.settings import TrainerSettings
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
@@ -28,6 +28,7 @@ from trainer.ledger.skips import FAILURES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
 from trainer.monitor.watching import Clock
+from trainer.publish.lora import model_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,16 +94,6 @@ class HeldGroups:
 def most_held(settings: TrainerSettings) -> int:
     """Return the largest number of ready groups that are held: a batch more than the steps within the staleness bound can use."""
     return (settings.sampling.max_staleness + 2) * settings.sampling.groups_per_batch
-
-
-def vocabulary_of(model: Path) -> int | None:
-    """Return the number of tokens that a model knows. None: its config.json does not say.
-
-    Raises:
-        SettingsError: that is not a JSON object.
-    """
-    config = json_object(model / "config.json") or {}
-    return {**config, **config.get("text_config", {})}.get("vocab_size")
 
 
 def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[Group]:
@@ -279,7 +270,7 @@ class BatchQueue:
             if before is None or (head.parent_branch, head.policy_version.parent) != (before.branch, before.version):
                 self._remove_outdated_skips(build_spec)
             if before is None:
-                self._vocabulary = vocabulary_of(Path(head.policy_version.path))
+                self._vocabulary = vocabulary_size(model_of(Path(head.policy_version.path)))
                 self._stop_if_too_many_failed()
         self._head = head  # last: where the ledger fails, the next look judges again
 

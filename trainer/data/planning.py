@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spangrad.probing.model import vocabulary_size
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from trainer.credit.learning import check
-from trainer.data.batch_queue import vocabulary_of
 from trainer.data.plan import LedgerHistory, TrainPlan, planned
 from trainer.data.source import GroupReader
 from trainer.ledger.demand import ConsumedGroups, Consumption, in_flight
@@ -23,6 +23,7 @@ from trainer.ledger.recovery import existing_ledger, require_beginning
 from trainer.monitor.evaluate import best, describe_best, versions_with_weights
 from trainer.phases import Phases
 from trainer.phases import check as check_phases
+from trainer.publish.lora import model_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -100,7 +101,7 @@ def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Le
         frozenset(finished.leased),
         kept,
         ledger.claimed,
-        vocabulary=vocabulary_of(Path(newest.policy_version.path)),
+        vocabulary=vocabulary_size(model_of(Path(newest.policy_version.path))),
     )
 
 
@@ -111,5 +112,5 @@ def _beginning(settings: Settings, ledger: Ledger | None) -> LedgerHistory:
     if ledger and model:
         path = model.absolute()
         lineage = ledger.beginning(checksum=checksum_directory(path), path=str(path), tokenizer_hash=tokenizer)
-    vocabulary = vocabulary_of(model) if model else None
+    vocabulary = vocabulary_size(model_of(model)) if model else None
     return LedgerHistory(tuple(lineage), tokenizer, frozenset(), frozenset(), {}, vocabulary=vocabulary)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spangrad.errors import TrainerError
+from spangrad.probing.model import configured, vocabulary_size
 from spangrad.settings import FinetuneSettings
 from trainer.data.source import AttemptKey, BatchRollout
 from trainer.sft.files import ExampleFile, FileRow, read_rows
@@ -85,13 +86,13 @@ class LengthLimits:
 
         Raises:
             TrainerError: its config.json has no vocab_size.
+            SettingsError: its config.json is not a JSON object.
         """
-        config = json.loads((model / "config.json").read_text())
-        config = {**config, **config.get("text_config", {})}
-        if "vocab_size" not in config:
+        vocabulary = vocabulary_size(model)
+        if vocabulary is None:
             raise TrainerError(f"{model / 'config.json'} has no vocab_size, without which token ids cannot be checked. Add it.")
-        lengths = (config.get("max_position_embeddings"), settings.max_tokens, device)
-        return cls(int(config["vocab_size"]), min(int(length) for length in lengths if length), device, tokenizer)
+        lengths = (configured(model).context_tokens, settings.max_tokens, device)
+        return cls(vocabulary, min(length for length in lengths if length), device, tokenizer)
 
 
 def read_examples(
