@@ -72,7 +72,9 @@ FAILURES = (SkipReason.CONTRADICTORY, SkipReason.NOT_FINITE, SkipReason.ALREADY_
 _REMEDIES: Mapping[SkipReason, str] = {
     SkipReason.CANCELLED: "No action needed: the queue counts it as none, and gives another group for it.",
     SkipReason.NO_TRANSITIONS: "See with `spangrad rollout why` why its calls were dropped, or widen trainer.selection.",
-    SkipReason.CONTRADICTORY: "See what wrote those rows: a transition has a prompt, a response and a logprob for each response token.",
+    SkipReason.CONTRADICTORY: (
+        "See what wrote those rows: a transition has a prompt, a response, a logprob for each response token, and token ids of the policy."
+    ),
     SkipReason.NOT_FINITE: "Fix what gives rewards or logprobs that are not finite; lower trainer.optim.learning_rate if gradients grew.",
     SkipReason.ONE_ROLLOUT: "See with `spangrad rollout why` why the others left none; raise runner.group_size, or take another estimator.",
     SkipReason.UNKNOWN_VERSION: "Train the branch whose versions sampled them; a rollback to one of them makes them known.",
