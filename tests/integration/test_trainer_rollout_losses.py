@@ -207,6 +207,22 @@ def test_gradient_of_each_loss_merged_by_default_equals_that_of_separate_calls(n
     assert merged["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("by_loss", [True, False])
+def test_normalised_weights_merged_by_default_have_the_gradient_of_separate_calls(by_loss: bool, level: Any, tiny_model: Path):
+    """Weights are divided by their mean over the step, whatever rows and micro-batches hold its tokens."""
+    correction = {"weights": level, "threshold": "1.1", "normalise": True, "objective": "reinforce" if by_loss else "ppo_clip"}
+    facts: dict[str, Any] = {"loss__name": "bypass_mode"} if by_loss else {"recompute_logprobs": True}
+    settings = trainer_settings(**facts, correction=correction)
+    assert merges(settings)
+    apart, merged = (first_step(tiny_model, settings, merge=merge) for merge in (False, True))
+    split = first_step(tiny_model, settings.model_copy(update={"max_tokens_per_device": 45}), merge=False)
+    for metrics in (merged, split):
+        assert metrics["loss"] == pytest.approx(apart["loss"], rel=1e-3, abs=1e-6)
+        assert metrics["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-4)
+    assert apart["grad_norm"] > 0
+
+
 def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, worth: pl.Series) -> float:
     """Return the norm of the gradient of verl's loss on one row a rollout, by torch and transformers alone."""
     from transformers import AutoModelForCausalLM

@@ -30,7 +30,7 @@ RECOMPUTED: dict[str, Any] = {"recompute_logprobs": True}
         ({"estimator": "optimal_token_baseline"}, False),
         ({"loss__name": "clip_cov"}, False),
         ({"loss__name": "kl_cov"}, False),
-        ({"correction": Correction(weights="token", normalise=True), **RECOMPUTED}, False),
+        ({"correction": Correction(weights="token", normalise=True), **RECOMPUTED}, True),
         ({"merge": False}, False),
         ({"loss__name": "clip_cov", "merge": True}, True),
     ],

@@ -195,10 +195,10 @@ def merges(settings: TrainerSettings) -> bool:
     """Return whether calls whose prompts extend each other are trained as one sequence (trainer.merge).
 
     Where the setting decides nothing, they are if the gradient is proven to be that of the calls one by one: each token has its call's
-    advantage, and nothing is compared or divided within a micro-batch, whose rows merging changes.
+    advantage, and nothing is compared within a micro-batch, whose rows merging changes.
     """
     if settings.merge is None:
-        return not (by_token(settings) or LOSSES[settings.loss.name].by_micro_batch or settings.loss.correction.normalise)
+        return not (by_token(settings) or LOSSES[settings.loss.name].by_micro_batch)
     return settings.merge
 
 
