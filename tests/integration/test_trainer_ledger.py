@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -158,17 +157,16 @@ def test_failures_are_counted_among_groups_of_their_own_run(place: Place):
 
 
 def test_overview_is_read_while_another_process_writes(place: Place):
+    """A read that took the write lock would fail once SQLite's time limit for it is over."""
     ledger, reader = begun(place), opened(place)
     skip(ledger, [group("a")], SkipReason.STALE)
     batch = FileBatch("sft", "one", 1, 2, "examples", ())
     ledger.commit(ledger.begin(rollouts("r"), files=batch), **FACTS)
-    began = time.monotonic()
     with ledger.database.transaction():
         assert [version.version for version in overview(reader.database).versions] == [0, 1]
         assert skipped_by(reader.database, group("a")) == [("policy", "main", "stale", "")]
         assert last_of(reader.database, "policy", "main", "one", [0, 1]) == (1, batch)
         assert trained_attempts(reader.database, "policy", "main", None) == {("run", "r", 0)}
-    assert time.monotonic() - began < 5, "it waits for no write lock"
 
 
 def test_ledger_branches_have_own_versions_and_leases(place: Place):

@@ -189,7 +189,7 @@ def test_lookahead_whose_wait_for_arrivals_fails_looks_again(caplog: pytest.LogC
         return True
 
     with Lookahead(lambda: starts.append(1), arrived).beside():
-        end = time.monotonic() + 5
+        end = time.monotonic() + SECONDS
         while len(starts) < 2 and time.monotonic() < end:
             time.sleep(0.001)
     assert len(starts) >= 2
