@@ -108,7 +108,7 @@ def test_evaluation_command_of_another_user_is_recorded_as_failed(caplog: pytest
 def test_evaluation_command_of_another_user_ends_no_close(
     started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whether it runs already, or is being started as the trainer ends."""
+    """It runs already, or is being started as the trainer ends."""
     evaluation = EvaluationCommand(EvaluationSettings(every=1, command=SLEEPING))
     closing, popen = threading.Thread(target=evaluation.close, daemon=True), subprocess.Popen
 
