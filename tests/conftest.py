@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import re
+import signal
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -237,3 +238,11 @@ def queue_db(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path}/queue.db"
     schema: Callable[[str], str] = request.getfixturevalue("postgres")
     return schema(f"t{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def blocked_pipes() -> Iterator[None]:
+    """Block SIGPIPE, as the embedded database does where it is imported: programs inherit that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -99,7 +99,9 @@ def _become(plan: dict[str, Any], private: str, user: int | None, command: list[
     _prctl(_SET_NO_NEW_PRIVS, 1)
     _restrict(plan, private)
     _load_filter(program)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and the command would inherit that
+    # Python ignores it, a library of a worker may block it, and the command would inherit both.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGPIPE,))
     if started >= 0:
         os.set_inheritable(started, False)
         os.pwrite(started, b"1", 0)

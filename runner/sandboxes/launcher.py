@@ -26,7 +26,9 @@ def main() -> None:
         if started >= 0:
             os.set_inheritable(started, False)
             os.pwrite(started, b"1", 0)
-        _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and the command would inherit that
+        # Python ignores it, a library of a worker may block it, and the command would inherit both.
+        _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGPIPE,))
         os.execvp(command[0], command)
     except OSError as error:
         if started >= 0:

@@ -86,7 +86,9 @@ class SandboxSupervisor:
         if not pid:
             try:
                 os.setsid()
-                _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)  # Python ignores it, and programs would inherit that
+                # Python ignores it, a library may block it, and programs would inherit both.
+                _signal.signal(_signal.SIGPIPE, _signal.SIG_DFL)
+                _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGPIPE,))
                 if terminal:
                     fcntl.ioctl(descriptors[1], termios.TIOCSCTTY, 0)
                 for number, descriptor in enumerate(descriptors):

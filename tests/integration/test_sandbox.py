@@ -57,6 +57,7 @@ async def test_run_program_returns_its_outputs_and_exit_code(sandbox: Sandbox, d
         await sandbox.run(["missing"])
 
 
+@pytest.mark.usefixtures("blocked_pipes")
 async def test_run_writer_to_a_closed_pipe_ends_as_outside(sandbox: Sandbox) -> None:
     result = await sandbox.run(["bash", "-c", "yes | head -n 1; echo ${PIPESTATUS[0]}"])
     assert (result.stdout, result.stderr) == (b"y\n%d\n" % (128 + signal.SIGPIPE), b"")

@@ -228,6 +228,7 @@ async def test_agent_in_a_sandbox_inherits_no_descriptor(rung: SandboxRung, publ
     assert (outcome.failure, outcome.reward) == (None, {"reward": 0.0})
 
 
+@pytest.mark.usefixtures("blocked_pipes")
 @pytest.mark.parametrize("rung", RUNGS)
 async def test_agent_in_a_sandbox_that_writes_to_a_closed_pipe_ends(rung: SandboxRung, public_directory: Path, tmp_path: Path) -> None:
     command = ("bash", "-c", "yes | head -n 1 >/dev/null; echo ${PIPESTATUS[0]}")
