@@ -129,7 +129,8 @@ class EnvironmentCalls:
 
     async def system_prompt_of(self, role: str) -> str | None:
         """Return the text of a role's system message. None: there is none."""
-        return await self._call(prompt_of, self._environment, role)
+        prompt: Any = getattr(self._environment, "system_prompt", None)
+        return await self._call(prompt, role) if callable(prompt) else prompt
 
     async def acting(self) -> Sequence[str]:
         """Return the roles whose turn it is.
