@@ -35,4 +35,4 @@ def test_progress_is_read_again_at_intervals_and_unknown_where_it_is_late(monkey
 
     monkeypatch.setattr(reader, "_query", query)
     wait_until(lambda: reader.newest() == TrainingProgress(step=2), 30, "the second reading", poll_seconds=0.001)
-    wait_until(lambda: step == 3 and reader.newest() is None, 30, "the third reading, which is late", poll_seconds=0.001)
+    wait_until(lambda: reader.newest() is None and step == 3, 30, "the third reading, which is late", poll_seconds=0.001)
