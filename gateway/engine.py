@@ -251,7 +251,7 @@ class _Vllm:
         for line in lines:
             text = line.decode(errors="replace")
             self._tail.append(text)
-            # Lines that our output refuses, as one on a full disk does, are dropped: vLLM would block once nobody reads its log.
+            # A line that cannot be written, as on a full disk, is dropped: vLLM blocks once its output is no longer read.
             with suppress(OSError, ValueError):
                 sys.stdout.write(text)
                 sys.stdout.flush()

@@ -215,8 +215,8 @@ def not_running(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) 
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
     endings = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
     rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, endings)
-    lost = [one for one in endings if not _is_running(rows.get(one.rollout_id), one.attempt)]
-    return [_answer(one, rows.get(one.rollout_id), recorded.get((one.rollout_id, one.attempt))) for one in lost]
+    lost = [ending for ending in endings if not _is_running(rows.get(ending.rollout_id), ending.attempt)]
+    return [_answer(ending, rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))) for ending in lost]
 
 
 def _attempt_row(ending: Ending, row: Mapping[str, Any], wall: float) -> Any:

@@ -162,14 +162,8 @@ def test_engine_whose_log_has_no_room_runs_on(model: Path, tmp_path: Path) -> No
     """Its log is longer than a pipe holds, and goes to a full disk."""
     marker = tmp_path / "logged"
     python = script(tmp_path, f"yes 'a line of the log' | head -n 100000; touch {marker}; exec sleep 600")
-    variables = {
-        "SPANGRAD_ENGINE__MODEL": str(model),
-        "SPANGRAD_ENGINE__PYTHON": str(python),
-        "SPANGRAD_ENGINE__PORT": str(free_ports(1)[0]),
-        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
-    }
     with Path("/dev/full").open("w") as full:
-        engine = subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=full)
+        engine = subprocess.Popen([sys.executable, "-c", _SERVE], env=served(model, python, tmp_path, free_ports(1)[0]), stdout=full)
     try:
         wait_until(marker.exists, 60, "the end of vLLM's log")
     finally:
@@ -180,13 +174,9 @@ def test_engine_whose_log_has_no_room_runs_on(model: Path, tmp_path: Path) -> No
 def test_engine_signal_ends_process_group_of_vllm(model: Path, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     python = script(tmp_path, f"sleep 600 & echo $! $$ > {pids}.new; mv {pids}.new {pids}; echo started; wait")
-    variables = {
-        "SPANGRAD_ENGINE__MODEL": str(model),
-        "SPANGRAD_ENGINE__PYTHON": str(python),
-        "SPANGRAD_ENGINE__PORT": str(free_ports(1)[0]),
-        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
-    }
-    with subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVE], env=served(model, python, tmp_path, free_ports(1)[0]), stdout=subprocess.PIPE, text=True
+    ) as engine:
         assert engine.stdout
         assert engine.stdout.readline() == "started\n"
         engine.send_signal(signal.SIGTERM)
@@ -200,13 +190,10 @@ def test_engine_signal_ends_warm_up_whose_request_hangs(model: Path, tmp_path: P
     server = tmp_path / "server.py"
     server.write_text(_HANGING)
     port = free_ports(1)[0]
-    variables = {
-        "SPANGRAD_ENGINE__MODEL": str(model),
-        "SPANGRAD_ENGINE__PYTHON": str(script(tmp_path, f"exec {sys.executable} {server} {port}")),
-        "SPANGRAD_ENGINE__PORT": str(port),
-        "SPANGRAD_ENGINE__CACHE_DIR": str(tmp_path),
-    }
-    with subprocess.Popen([sys.executable, "-c", _SERVE], env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True) as engine:
+    python = script(tmp_path, f"exec {sys.executable} {server} {port}")
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVE], env=served(model, python, tmp_path, port), stdout=subprocess.PIPE, text=True
+    ) as engine:
         assert engine.stdout
         assert engine.stdout.readline() == "asked\n"
         engine.send_signal(signal.SIGTERM)
@@ -238,6 +225,12 @@ def script(directory: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
+
+
+def served(model: Path, python: Path, cache: Path, port: int) -> dict[str, str]:
+    """Return the environment of a process that serves the model on a port, with a stand-in for vLLM's interpreter."""
+    values = {"MODEL": model, "PYTHON": python, "PORT": port, "CACHE_DIR": cache}
+    return {**os.environ, **{f"SPANGRAD_ENGINE__{name}": str(value) for name, value in values.items()}}
 
 
 REFUSED = [

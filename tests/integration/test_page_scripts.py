@@ -292,8 +292,8 @@ def test_queue_page_last_attempt_has_its_time_zone(visitor: Visitor) -> None:
 def test_action_without_a_login_shows_the_refusal(visitor: Visitor) -> None:
     refusal = "this page asks for its token: open /login."
     visitor.page.route("**/api/actions", lambda route: route.fulfill(status=401, content_type="text/plain", body=f"{refusal}\n"))
-    asked = "async () => (await import('/static/actions.js')).post('/api/actions', {})"
-    assert visitor.open("/queue").evaluate(asked) == {"ok": False, "sentence": refusal}
+    post = "async () => (await import('/static/actions.js')).post('/api/actions', {})"
+    assert visitor.open("/queue").evaluate(post) == {"ok": False, "sentence": refusal}
     visitor.faults.clear()
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -123,12 +126,19 @@ async def test_follower_that_confirms_nothing_is_disconnected_and_not_waited_for
             assert "spangrad_gateway_followers_dropped_total 1.0" in await scraped.text()
 
 
-async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights: list[Path]) -> None:
+@asynccontextmanager
+async def call_in_pause(weights: list[Path]) -> AsyncGenerator[tuple[Stage, FakeEngine, asyncio.Task[Any]]]:
+    """A call of a follower at an engine that was paused before; gives the controller, the engine and the call."""
     (engine,) = started(weights, 1, GatedEngine)
     async with several(engine) as stage, following(stage) as follower:
         engine.paused, engine.pause_modes = True, ["abort"]
         call = asyncio.create_task(follower.chat())
         await asyncio.sleep(0.3)
+        yield stage, engine, call
+
+
+async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights: list[Path]) -> None:
+    async with call_in_pause(weights) as (stage, engine, call):
         assert not call.done()
         engine.paused = False
         assert (await call)[0] == 200
@@ -136,11 +146,7 @@ async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights
 
 
 async def test_call_whose_client_leaves_in_a_pause_is_recorded_without_a_status(weights: list[Path]) -> None:
-    (engine,) = started(weights, 1, GatedEngine)
-    async with several(engine) as stage, following(stage) as follower:
-        engine.paused, engine.pause_modes = True, ["abort"]
-        call = asyncio.create_task(follower.chat())
-        await asyncio.sleep(0.3)
+    async with call_in_pause(weights) as (stage, _, call):
         call.cancel()
         (span,) = await stage.spans()
         assert (span.attributes[semconv.ABORTED], span.attributes.get(semconv.HTTP_STATUS)) == (True, None)
