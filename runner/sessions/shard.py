@@ -255,10 +255,10 @@ async def _close(close: Callable[[], Awaitable[Any]]) -> None:
         print(f"close: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-async def call_here(method: Callable[[], Any]) -> Any:
+async def call_here(method: Callable[..., Any], *arguments: object) -> Any:
     """Call a method, and wait for its result where it is awaitable."""
     with plain_exceptions():
-        result = method()
+        result = method(*arguments)
         return await result if inspect.isawaitable(result) else result
 
 
@@ -303,7 +303,7 @@ async def description_of(environment: Environment) -> EnvironmentDescription:
         description=inspect.getdoc(type(environment)) or "",
         system_prompt=None if roles else await call_here(lambda: member(environment, "system_prompt")),
         roles=roles,
-        system_prompts={role: await call_here(partial(prompt_of, environment, role)) for role in roles},
+        system_prompts={role: await prompt_of(environment, role, call_here) for role in roles},
         forfeits=hasattr(environment, FORFEIT),
         tools=tools,
         **{**schemas, **(member(environment, "schemas") or {})},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeGuard, cast
@@ -129,8 +129,7 @@ class EnvironmentCalls:
 
     async def system_prompt_of(self, role: str) -> str | None:
         """Return the text of a role's system message. None: there is none."""
-        prompt: Any = getattr(self._environment, "system_prompt", None)
-        return await self._call(prompt, role) if callable(prompt) else prompt
+        return await prompt_of(self._environment, role, self._call)
 
     async def acting(self) -> Sequence[str]:
         """Return the roles whose turn it is.
@@ -252,10 +251,10 @@ def acting_of(environment: Environment) -> Callable[[], Any]:
     return acting
 
 
-def prompt_of(environment: Environment, role: str) -> Any:
-    """Return the text of a role's system message. None: there is none."""
+async def prompt_of(environment: Environment, role: str, call: Callable[..., Awaitable[Any]]) -> Any:
+    """Return the text of a role's system message; a method that gives it is called by `call`. None: there is none."""
     prompt: Any = getattr(environment, "system_prompt", None)
-    return prompt(role) if callable(prompt) else prompt
+    return await call(prompt, role) if callable(prompt) else prompt
 
 
 def rendered(observation: object) -> Content:
