@@ -174,23 +174,21 @@ class WatchApp(App[None]):
 
     @work(thread=True, exclusive=True, group=_READ)
     def read(self) -> None:
-        """Read, and show what was read, unless another reading has been started meanwhile: its filter may differ."""
+        """Read, and show what was read, unless the app is ending, or another reading has been started meanwhile: its filter may differ."""
         worker = get_current_worker()
         try:
             show = partial(self._show, self._readers.state(self._text, self._only_failed))
         except SpangradError as error:
             show = partial(self._show_problem, cells.visible(str(error)))
-        self.call_from_thread(lambda: None if worker.is_cancelled else show())
+        self.call_from_thread(lambda: show() if self.is_running and not worker.is_cancelled else None)
 
     def _show_problem(self, problem: str) -> None:
-        for line in self.query("#problem").results(Static):  # none once the app is ending
-            line.update(problem)
-            line.display = bool(problem)
+        line = self.query_one("#problem", Static)
+        line.update(problem)
+        line.display = bool(problem)
 
     def _show(self, state: WatchState) -> None:
         self._show_problem(cells.visible(state.overview.get("error", "")))
-        if not self.query("#list"):
-            return  # the app is ending
         self.query_one("#services", Static).update(Text(cells.service_lines(state.overview)))
         if "error" in state.overview:
             return  # what was read before stays

@@ -192,3 +192,21 @@ async def test_watch_selected_row_that_a_reading_removed_opens_nothing() -> None
         await until(pilot, lambda: listed(app) == ["new"])
         app.on_data_table_row_selected(selected)
         assert len(app.screen_stack) == 1
+
+
+async def test_watch_reading_that_ends_while_the_app_does_shows_nothing() -> None:
+    reading, ending = threading.Event(), threading.Event()
+
+    def state(text: str, only_failed: bool) -> WatchState:
+        reading.set()
+        ending.wait(60)
+        return WatchState(OVERVIEW, [row("late")])
+
+    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=600)
+    async with app.run_test() as pilot:
+        await until(pilot, reading.is_set)
+        app._running = False  # pyright: ignore[reportPrivateUsage] - as at the begin of its end: widgets are removed meanwhile
+        await app.query_one("#returns").remove()
+        ending.set()
+        while any(worker.is_running for worker in app.workers):  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
