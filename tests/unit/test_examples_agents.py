@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_openai.chat_models import _client_utils
 
 from examples.calculator import agent as calculator
 from examples.from_scratch import agent as from_scratch
@@ -35,7 +36,8 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WordPolicy
         return running[-1]
 
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    clients = (calculator._client, from_scratch._client, retrieval._researcher, sql._policy, sql._checker)
+    connections = _client_utils._cached_async_httpx_client  # by address: they may be of an earlier policy's port, and event loop
+    clients = (calculator._client, from_scratch._client, retrieval._researcher, sql._policy, sql._checker, connections)
     for client in clients:
         client.cache_clear()
     yield start
