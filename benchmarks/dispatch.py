@@ -35,7 +35,7 @@ from benchmarks.peers.agent_lightning import OFFLINE
 from benchmarks.scratch import exit_code, scratch
 from runner.queue.wire import RolloutState
 from spangrad.client.queue_http import QueueHttp
-from spangrad.processes import Child, answers, die_with_parent, free_ports, own_command, wait_until
+from spangrad.processes import Child, answers, dying_with_parent, free_ports, own_command, wait_until
 
 PEERS: Mapping[str, Callable[[Path], AbstractContextManager[agent_lightning_dispatch.Dispatcher]]] = {
     "agent_lightning": agent_lightning_dispatch.running
@@ -66,8 +66,8 @@ class Process:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, preexec_fn=die_with_parent, **pipes)  # type: ignore[call-overload]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process: Any = subprocess.Popen(dying_with_parent(command, env, ROOT), cwd=ROOT, env=env, text=True, **pipes)
 
     @property
     def pid(self) -> int:

@@ -43,7 +43,7 @@ from gateway.zero_adapter import write_zero_adapter, zero_adapter
 from spangrad.errors import EngineError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService, in_url
-from spangrad.processes import answers, die_with_parent, require_free_port, require_safe_bind, stop_group
+from spangrad.processes import answers, dying_with_parent, require_free_port, require_safe_bind, stop_group
 from spangrad.settings import EngineSettings, Settings
 from spangrad.weights.checksums import tokenizer_hash
 
@@ -235,13 +235,12 @@ class _Vllm:
         self._timeout = engine.start_timeout_seconds
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._process = subprocess.Popen(
-            command,
+            dying_with_parent(command, environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
         assert self._process.stdout
         self._copier = threading.Thread(target=self._copy, args=(self._process.stdout,), daemon=True)

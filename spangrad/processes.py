@@ -5,11 +5,12 @@ In: a command. Out: a `Child`. Invariant: when this process ends, for whatever r
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import fcntl
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,6 @@ from spangrad.http.json_http import status_of
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 """Loopback names and addresses of this machine."""
-_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 2**16
 _SERVER_PORTS = range(20000, 32768)
 """Ports that Linux assigns to no outgoing connection by default (net.ipv4.ip_local_port_range)."""
@@ -54,13 +54,12 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                list(command),
+                dying_with_parent(command, environment := {**inherited, **(env or {})}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**inherited, **(env or {})},
+                env=environment,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     @property
@@ -144,31 +143,6 @@ def kill_group(leader: int) -> None:
         pass  # nothing is left of it
 
 
-_forking_pid = 0
-"""Process that forks, as its child finds it."""
-
-
-def _note_forking_pid() -> None:
-    global _forking_pid
-    _forking_pid = os.getpid()
-
-
-os.register_at_fork(before=_note_forking_pid)
-
-
-def die_with_parent() -> None:
-    """Request SIGTERM from Linux when the parent's thread dies, even by SIGKILL; runs in a child, before exec.
-
-    Invariant: no moment of the parent's death is missed. Python's handler of SIGTERM would take a signal that comes before exec, which
-    forgets it; and Linux sends none where the parent has died before it was asked.
-    """
-    if sys.platform == "linux":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != _forking_pid:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 _inherited_files: int | None = None
 """Limit of open files that this process had at its start. None: it still has it."""
 
@@ -182,14 +156,45 @@ def raise_files_limit() -> None:
         _inherited_files = soft
 
 
-def begin_agent() -> None:
-    """Die with the parent, and open no more files than it could at its start; runs in a child, before exec.
+_BEGIN = """[ "$PPID" = "$0" ] || exit 143
+[ -z "$1" ] || ulimit -S -n "$1"
+shift
+exec "$@"
+"""
+"""Script that begins a program, unless the parent has died before its signal was requested; its words: parent, limit of files, command."""
 
-    Programs that call select() fail with descriptors above 1023, so only a process that knows of it may have a higher limit.
+
+def dying_with_parent(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, directory: Path = Path(), *, inherits_limit: bool = False
+) -> list[str]:
+    """Return the command line that runs a program which gets SIGTERM from Linux when the thread that starts it ends, even by SIGKILL.
+
+    Popen's `preexec_fn` is no way to request that: it forks a process without its other threads, whose locks are held and whose changes
+    of the heap are half done, and copies the page tables of a large process. Without it, Popen runs nothing of ours in the child.
+
+    Args:
+        command: the program and its arguments.
+        environment: its variables, as Popen gets them. None: ours.
+        directory: its working directory.
+        inherits_limit: True has it open no more files than this process could at its start (`raise_files_limit`): programs that call
+            select() fail with descriptors above 1023, so only a process that knows of it may have a higher limit.
+
+    Raises:
+        OSError: there is no such program, or it may not be run; on Linux, also where util-linux's setpriv is missing.
     """
-    die_with_parent()
-    if _inherited_files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (_inherited_files, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    name, *arguments = command
+    place = str((directory / name).absolute()) if os.sep in name else name
+    path = shutil.which(place, path=(os.environ if environment is None else environment).get("PATH"))
+    if path is None:
+        code = errno.EACCES if os.sep in name and Path(place).exists() else errno.ENOENT
+        raise OSError(code, os.strerror(code), name)
+    limit = str(_inherited_files or "") if inherits_limit else ""
+    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, str(Path(path).absolute()), *arguments]
+    if sys.platform != "linux":
+        return script
+    if (setpriv := shutil.which("setpriv")) is None:
+        raise FileNotFoundError(errno.ENOENT, "programs are started by setpriv, which is missing. Install util-linux", "setpriv")
+    return [setpriv, "--pdeathsig", "TERM", "--", *script]
 
 
 MARK = "SPANGRAD_HOST"

@@ -35,6 +35,10 @@ _stores: list[StoreSettings] = []
 # Collecting the tests imports a million objects that stay: to look at them again and again takes half of the time, and more later on.
 gc.disable()
 
+# A shell without job control has its background ignore SIGINT, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How long an example takes says nothing where other tests run beside it.
 hypothesis.settings.register_profile("beside others", deadline=None)
 hypothesis.settings.load_profile("beside others")

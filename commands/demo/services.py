@@ -15,7 +15,7 @@ from pathlib import Path
 from collector.otelcol import VARIABLE
 from commands.demo.settings import SETTINGS
 from spangrad.errors import SpangradError
-from spangrad.processes import die_with_parent, own_command
+from spangrad.processes import dying_with_parent, own_command
 from spangrad.settings import Settings
 from spangrad.supervisor.launcher import launch_without_settings
 from spangrad.supervisor.service import ServiceSpec
@@ -38,9 +38,7 @@ def make_model(command: Sequence[str], directory: Path) -> None:
     file.parent.mkdir(exist_ok=True)
     with file.open("wb") as log:
         try:
-            subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, preexec_fn=die_with_parent, check=True
-            )
+            subprocess.run(dying_with_parent(command), stdout=log, stderr=subprocess.STDOUT, timeout=MODEL_TIMEOUT_SECONDS, check=True)
         except subprocess.SubprocessError as error:
             raise SpangradError(f"the model could not be made ({error}); see {file}") from None
 

@@ -16,7 +16,7 @@ from gateway.pool.sleeping import wake_overdue
 from gateway.pool.upstream import BackendStatus
 from gateway.weights.publication import Expected, PublicationError, WeightsRelease, put
 from spangrad.errors import EngineError
-from spangrad.processes import die_with_parent
+from spangrad.processes import dying_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ async def _restart(backend: Backend, seconds: float) -> None:
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
-                *backend.restart_command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_parent
+                *dying_with_parent(backend.restart_command), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
             )
         except OSError as error:
             backend.reason = f"{why} Its restart command cannot be run: {error}."

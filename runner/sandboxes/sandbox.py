@@ -23,7 +23,7 @@ from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProces
 from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
-from spangrad.processes import die_with_parent, kill_group
+from spangrad.processes import dying_with_parent, kill_group
 from spangrad.types import SandboxRung
 
 _START_SECONDS = 30.0
@@ -369,11 +369,11 @@ async def _started(engine: SandboxEngine) -> Sandbox:
     descriptor = fcntl.fcntl(inner.fileno(), fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
     inner.close()
     try:
+        command = [*engine.prefix, str(inner_interpreter(engine.image)), "-I", "-S", supervisor.__file__, str(descriptor)]
         process = await asyncio.create_subprocess_exec(
-            *engine.prefix, str(inner_interpreter(engine.image)), "-I", "-S", supervisor.__file__, str(descriptor),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            env=inner_environment(engine.image), pass_fds=[descriptor], start_new_session=True, preexec_fn=die_with_parent,
-        )  # fmt: skip
+            *dying_with_parent(command, environment := inner_environment(engine.image)),
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, env=environment,
+            pass_fds=[descriptor], start_new_session=True)  # fmt: skip
     finally:
         os.close(descriptor)
     sandbox = Sandbox(engine, process, outer)

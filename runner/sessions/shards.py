@@ -23,7 +23,7 @@ import msgspec
 from runner.sessions.frames import Frame, FrameKind, FrameReader
 from runner.sessions.shard import EnvironmentDescription
 from spangrad.errors import EnvironmentsError
-from spangrad.processes import die_with_parent, kill_group
+from spangrad.processes import dying_with_parent, kill_group
 from spangrad.settings.sources import without_secrets
 
 if TYPE_CHECKING:
@@ -55,13 +55,13 @@ class ShardCommand:
         """Start a process that inherits its ends of two connections."""
         descriptors = (requests.fileno(), responses.fileno())
         arguments = ("--factory", self.factory, "--path", str(self.directory.resolve()), "--sockets", *map(str, descriptors))
+        environment = {**without_secrets(os.environ), **self.variables}
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "runner.sessions.shard", *arguments],
+            dying_with_parent([sys.executable, "-P", "-m", "runner.sessions.shard", *arguments], environment),
             stdin=subprocess.DEVNULL,
-            env={**without_secrets(os.environ), **self.variables},
+            env=environment,
             pass_fds=descriptors,
             start_new_session=True,
-            preexec_fn=die_with_parent,
         )
 
 

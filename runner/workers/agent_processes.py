@@ -26,7 +26,7 @@ from runner.workers.containers import remove_of_host
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import JSON_ERRORS, AgentError
-from spangrad.processes import MARK, begin_agent, kill_group, kill_marked
+from spangrad.processes import MARK, dying_with_parent, kill_group, kill_marked
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
 
@@ -108,13 +108,12 @@ class AgentHost:
                 jobs_out, jobs_in = _open_pipe(inherited, own)
                 answers_out, answers_in = _open_pipe(own, inherited)
                 process = await asyncio.create_subprocess_exec(
-                    *command,
+                    *dying_with_parent(command, environment, inherits_limit=True),
                     stdin=jobs_out,
                     stdout=answers_in,
                     stderr=inherited.enter_context(log.open()),
                     env={**environment, MARK: mark},
                     start_new_session=True,
-                    preexec_fn=begin_agent,
                     pass_fds=sandbox.descriptors if sandbox else (),
                 )
                 own.pop_all()

@@ -30,7 +30,7 @@ from spangrad.agent.attempt_log import attempt_log, free_beginning
 from spangrad.agent.prompt_client import program_variables
 from spangrad.agent.propagation import carrier_of
 from spangrad.errors import JSON_ERRORS, AgentError
-from spangrad.processes import MARK, die_with_parent, kill_group
+from spangrad.processes import MARK, dying_with_parent, kill_group
 from spangrad.types import AttemptFailure
 
 ENVIRONMENT_VARIABLE = "SPANGRAD_ENVIRONMENT"
@@ -191,7 +191,8 @@ def system_errors(program: str) -> Generator[None]:
 
 async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.Process:
     """Start a program in a group of its own; if this is cancelled, end the group, of which asyncio would end the leader alone."""
-    start = asyncio.create_subprocess_exec(*command, start_new_session=True, preexec_fn=die_with_parent, **options)
+    words = dying_with_parent(command, options["env"], options["cwd"])
+    start = asyncio.create_subprocess_exec(*words, start_new_session=True, **options)
     starting = asyncio.create_task(start)
     try:
         return await asyncio.shield(starting)
@@ -200,6 +201,8 @@ async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.P
         if starting.exception() is None:
             kill_group(starting.result().pid)
         raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, command[0] if error.filename == words[0] else error.filename) from error
 
 
 async def _free_space(*outputs: IO[bytes] | int) -> None:

@@ -17,7 +17,7 @@ from runner.queue.client import QueueClient
 from runner.queue.tables import ATTEMPTS, ROLLOUTS, QueueDatabase
 from runner.queue.wire import RolloutSelector, RolloutState
 from spangrad.http.queue_messages import NewRollout, new_rollout
-from spangrad.processes import Child, die_with_parent
+from spangrad.processes import Child, dying_with_parent
 from spangrad.settings import Settings
 from tests.support.runners import is_true, new_rollouts, queue_process, queue_settings, until
 
@@ -54,7 +54,7 @@ class Workers:
         file.touch()
         environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
         command = [sys.executable, "-m", "tests.programs.queue_worker", self._url, str(file)]
-        return subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
+        return subprocess.Popen(dying_with_parent(command, environment), env=environment)
 
 
 def poison(count: int, prefix: str) -> list[NewRollout]:

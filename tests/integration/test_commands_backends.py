@@ -15,7 +15,7 @@ import pytest
 from spangrad.processes import free_ports
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
-from tests.support.processes import address_of_forks, heed_interrupts, run_spangrad
+from tests.support.processes import address_of_forks, run_spangrad
 
 CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("SPANGRAD_")}
 
@@ -101,7 +101,7 @@ async def test_backends_list_watch_follows_state(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "spangrad", "backends", "list", "--watch", "--interval", "0.05"]
         where, env = f"gateway.url={gateway_url(stage)}", {**CLEAN, "FORCE_COLOR": "1"}
         watching = await asyncio.create_subprocess_exec(
-            *command, "--set", where, cwd=tmp_path, env=env, stdout=subprocess.PIPE, limit=2**24, preexec_fn=heed_interrupts
+            *command, "--set", where, cwd=tmp_path, env=env, stdout=subprocess.PIPE, limit=2**24
         )
         assert watching.stdout
         try:

@@ -29,7 +29,6 @@ def test_play_by_a_person_ends_at_ctrl_c_before_a_line_is_typed() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     ) as process:
         try:
             assert process.stderr is not None

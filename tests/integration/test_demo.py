@@ -18,7 +18,6 @@ from playwright.sync_api import expect
 
 from spangrad.processes import Child, answers, free_ports, own_command, require_free_port, wait_until
 from tests.support.pages import Visitor, browsers
-from tests.support.processes import heed_interrupts
 
 pytestmark = pytest.mark.vllm
 
@@ -138,7 +137,6 @@ def test_demo_stopped_at_any_moment_leaves_nothing_behind(tmp_path: Path, moment
             stderr=subprocess.STDOUT,
             cwd=tmp_path,
             start_new_session=True,
-            preexec_fn=heed_interrupts,
         )
     try:
         wait_until(lambda: moment in log.read_text() or demo.poll() is not None, 180, moment)

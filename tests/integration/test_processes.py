@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 import uuid
@@ -19,7 +19,7 @@ import pytest
 
 from spangrad import processes
 from spangrad.errors import SpangradError
-from spangrad.processes import MARK, Child, die_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
+from spangrad.processes import MARK, Child, dying_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
 from tests.support.worker_kills import runs
 
 
@@ -194,53 +194,51 @@ def environment_of(pid: int) -> bytes:
         return b""
 
 
-def test_child_whose_parent_died_before_exec_dies(tmp_path: Path) -> None:
-    late = tmp_path / "late"
-    code = f"""
-import os, subprocess, sys, time
-from spangrad.processes import die_with_parent
-parent = os.getpid()
-def preexec():
-    print(os.getpid(), flush=True)
-    while os.getppid() == parent:
-        time.sleep(0.001)
-    die_with_parent()
-subprocess.Popen(["touch", {str(late)!r}], preexec_fn=preexec)
-"""
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    require_ended(child)
-    assert not late.exists()
+def test_program_whose_parent_died_before_its_begin_is_not_run(tmp_path: Path) -> None:
+    (own, late) = (tmp_path / "own", tmp_path / "late")
+    assert subprocess.run(dying_with_parent(["touch", str(own)]), check=True).returncode == 0
+    code = f"import json; from spangrad.processes import dying_with_parent; print(json.dumps(dying_with_parent(['touch', {str(late)!r}])))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert subprocess.run(json.loads(ended.stdout), check=False).returncode == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
 
-def test_child_of_thread_has_no_handler_of_sigterm_before_exec() -> None:
-    def preexec() -> None:
-        die_with_parent()
-        os.kill(os.getpid(), signal.SIGTERM)
+def test_program_is_looked_up_where_popen_does(tmp_path: Path) -> None:
+    program = tmp_path / "folder" / "program"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho $0 $#")
+    program.chmod(0o755)
+    environment = {"PATH": str(program.parent)}
+    for command in (
+        dying_with_parent(["program", "an argument", "-n"], environment),
+        dying_with_parent(["./program", "an argument", "-n"], environment, program.parent),
+        dying_with_parent(["folder/program", "an argument", "-n"], environment, tmp_path),
+        dying_with_parent([str(program), "an argument", "-n"], environment, Path("/nowhere")),
+    ):
+        assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == f"{program} 2\n".encode()
 
-    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
-    codes: list[int] = []
-    try:
-        thread = threading.Thread(target=lambda: codes.append(subprocess.Popen(["true"], preexec_fn=preexec).wait()))
-        thread.start()
-        thread.join()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert codes == [-signal.SIGTERM]
+
+def test_program_that_cannot_be_started_raises_as_popen_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").write_text("")
+    for name, number in (("unknown", errno.ENOENT), ("./unknown", errno.ENOENT), ("./data", errno.EACCES), ("data", errno.ENOENT)):
+        with pytest.raises(OSError, match=name) as raised:
+            dying_with_parent([name], directory=tmp_path)
+        assert (raised.value.errno, raised.value.filename) == (number, name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="Install util-linux"):
+        dying_with_parent([sys.executable])
 
 
 def test_raise_files_limit_is_not_inherited_by_agents() -> None:
     code = """
 import resource, subprocess, sys
-from spangrad.processes import begin_agent, raise_files_limit
+from spangrad.processes import dying_with_parent, raise_files_limit
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 for _ in range(2):
     raise_files_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 show = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"]
-subprocess.run(show, preexec_fn=begin_agent, check=True)
+subprocess.run(dying_with_parent(show, inherits_limit=True), check=True)
+subprocess.run(dying_with_parent(show), check=True)
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n(100, 200)\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n(100, 200)\n(200, 200)\n"

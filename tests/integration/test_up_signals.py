@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from spangrad.processes import wait_until
 from spangrad.supervisor.run_directory import owner_of, status_of
 
 UP = """
-import sys
+import signal, sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,8 @@ from spangrad.settings.sources import load_settings
 from spangrad.supervisor.launcher import LocalProcess
 from spangrad.supervisor.service import ServiceSpec
 
-directory, failing = Path(sys.argv[1]), sys.argv[2] == "failing"
+directory, failing = Path(sys.argv[1]), sys.argv[3] == "failing"
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[2]))  # the tests may run under nohup
 DRAIN = '''
 import pathlib, signal, sys, time
 def drain(*_):
@@ -64,16 +65,11 @@ up._supervise(load_settings({"up.directory": str(directory)}, env={}), None, [],
 """
 
 
-def heed_hangup() -> None:
-    """Have the next program end at a closed terminal, even if the tests run under nohup."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 @contextmanager
-def up(directory: Path, *, failing: bool = False, before: Callable[[], object] = heed_hangup) -> Generator[subprocess.Popen[str]]:
+def up(directory: Path, *, failing: bool = False, hangup: str = "SIG_DFL") -> Generator[subprocess.Popen[str]]:
     """Run `spangrad up` with a service that drains until there is a file `go`, and maybe one that fails once the first is prepared."""
-    words = [sys.executable, "-c", UP, str(directory), "failing" if failing else ""]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=before) as process:
+    words = [sys.executable, "-c", UP, str(directory), hangup, "failing" if failing else ""]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             wait_until((directory / "prepared").exists, 60, "the service")
             yield process
@@ -113,17 +109,18 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
 
 def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
-    process, terminal = pty.fork()
-    if process == 0:
-        heed_hangup()
-        os.dup2(os.open(tmp_path / "errors", os.O_CREAT | os.O_WRONLY), 2)
-        os.execv(sys.executable, [sys.executable, "-c", UP, str(tmp_path), ""])
-    wait_until((tmp_path / "prepared").exists, 60, "the service")
-    wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
-    os.close(terminal)
-    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    wait_until(lambda: os.waitid(os.P_PID, process, ended) is not None, 60, "the end of up")
-    assert os.waitpid(process, 0)[1] == 0, (tmp_path / "errors").read_text()
+    terminal, end = pty.openpty()
+    words = ["setsid", "--ctty", sys.executable, "-c", UP, str(tmp_path), "SIG_DFL", ""]
+    with (tmp_path / "errors").open("wb") as errors:
+        process = subprocess.Popen(words, stdin=end, stdout=end, stderr=errors)
+    os.close(end)
+    try:
+        wait_until((tmp_path / "prepared").exists, 60, "the service")
+        wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
+        os.close(terminal)
+        assert process.wait(60) == 0, (tmp_path / "errors").read_text()
+    finally:
+        process.kill()
     assert (tmp_path / "drained").exists()
 
 
@@ -138,7 +135,7 @@ def test_up_detached_whose_supervisor_ends_without_a_word_raises(tmp_path: Path,
 
 
 def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    with up(tmp_path, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as process:
+    with up(tmp_path, hangup="SIG_IGN") as process:
         wait_until(lambda: state_of_worker(tmp_path) == "ready", 30, "the status")
         process.send_signal(signal.SIGHUP)
         time.sleep(1)

@@ -239,14 +239,6 @@ def run_spangrad(
         return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
-# Children that end by SIGINT whoever started the tests: a shell without job control has its background ignore it, for all descendants.
-
-
-def heed_interrupts() -> None:
-    """Take SIGINT as a program in the foreground does; give it to Popen as `preexec_fn`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 # What a process holds, as Linux counts it: memory at its height, open files.
 
 

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 
-from spangrad.processes import die_with_parent
+from spangrad.processes import dying_with_parent
 from spangrad.settings.trainer_service import EvaluationSettings
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
@@ -106,7 +106,7 @@ class EvaluationCommand:
         limit = self._settings.timeout_seconds
         try:
             # The thread lives as long as the process: its death would end it.
-            process = subprocess.Popen(self._settings.command, start_new_session=True, preexec_fn=die_with_parent)
+            process = subprocess.Popen(dying_with_parent(self._settings.command), start_new_session=True)
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             logger.warning("trainer.evaluation.command cannot be started (%s): version %d is not evaluated", error, version)
             return True
