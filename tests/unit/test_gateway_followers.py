@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from gateway.followers import controller
-from gateway.followers.followed_pool import FollowedPool
+from gateway.followers.followed_pool import FollowedEngine, FollowedPool
 from gateway.followers.messages import BackendView, ControllerUpdate, FollowerReport, PolicyView, PoolView
 from gateway.pool.registry import RegisteredBackend
 from gateway.pool.upstream import BackendStatus
@@ -128,17 +128,26 @@ async def test_follower_that_confirms_nothing_is_disconnected_and_not_waited_for
 
 @asynccontextmanager
 async def call_in_pause(weights: list[Path]) -> AsyncGenerator[tuple[Stage, FakeEngine, asyncio.Task[Any]]]:
-    """A call of a follower at an engine that was paused before; gives the controller, the engine and the call."""
+    """A call of a follower that an engine has refused, paused as it was before; gives the controller, the engine and the call."""
     (engine,) = started(weights, 1, GatedEngine)
+    is_refused, refused_call = asyncio.Event(), FollowedEngine.refused_call
+
+    def note(backend: FollowedEngine) -> bool:
+        is_refused.set()
+        return refused_call(backend)
+
     async with several(engine) as stage, following(stage) as follower:
         engine.paused, engine.pause_modes = True, ["abort"]
-        call = asyncio.create_task(follower.chat())
-        await asyncio.sleep(0.3)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(FollowedEngine, "refused_call", note)
+            call = asyncio.create_task(follower.chat())
+            await asyncio.wait_for(is_refused.wait(), 30)
         yield stage, engine, call
 
 
 async def test_call_of_follower_waits_where_the_engine_is_paused_already(weights: list[Path]) -> None:
     async with call_in_pause(weights) as (stage, engine, call):
+        await asyncio.sleep(0.3)
         assert not call.done()
         engine.paused = False
         assert (await call)[0] == 200
