@@ -97,7 +97,9 @@ async def test_publish_all_at_once_reloads_every_engine_and_calls_wait_for_first
         publishing = asyncio.create_task(publish(stage, weights, 1))
         await asyncio.gather(*(engine.reloading.wait() for engine in engines))
         calls = [asyncio.create_task(stage.chat(f"/rollout/r{number}/attempt/0")) for number in range(6)]
-        await asyncio.wait(calls, timeout=0.1)
+        async with asyncio.timeout(30):
+            while (await ask(stage, "GET", POLICY))[1].get("waiting") != len(calls):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
         assert [engine.orders for engine in engines] == [STEPS[:3]] * 3
         for engine in engines:
             engine.hold_reload.set()
