@@ -261,11 +261,12 @@ async def test_gateway_connection_without_whole_head_is_closed(monkeypatch: pyte
 
 async def test_gateway_slow_body_of_a_whole_head_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.http.client_timeouts._LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("spangrad.http.server.SilentConnections", partial(SilentConnections, first_head_seconds=0.1))
+    monkeypatch.setattr("spangrad.http.server.SilentConnections", partial(SilentConnections, first_head_seconds=0.5))
     body = json.dumps(ASKED).encode()
+    assert len(body) / 6 * 0.05 > 0.6, "it takes longer than a head may"
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     async with staged() as stage:
-        answer = await said_to(stage, head, *(body[at : at + 12] for at in range(0, len(body), 12)))
+        answer = await said_to(stage, head, *(body[at : at + 6] for at in range(0, len(body), 6)))
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
