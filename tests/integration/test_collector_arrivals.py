@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
@@ -91,8 +92,8 @@ def test_wait_returns_arrivals_between_two_waits(store: StoreSettings, arrivals:
 
 
 def test_lately_is_true_for_the_time_after_an_arrival(store: StoreSettings, arrivals: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    passed, clock = 0.0, time.monotonic
-    monkeypatch.setattr("spangrad.store.arrivals.time.monotonic", lambda: clock() + passed)
+    passed, now = 0.0, time.monotonic()
+    monkeypatch.setattr(arrivals_module, "time", SimpleNamespace(monotonic=lambda: now + passed))
     assert arrivals.lately(10)
     passed = 11
     assert not arrivals.lately(10)
