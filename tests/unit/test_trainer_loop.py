@@ -305,9 +305,9 @@ def test_trainer_refused_step_frees_groups_and_keeps_weights(tmp_path: Path, bas
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_trainer_signal_while_waiting_ends_loop(tmp_path: Path, base: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_signal_while_waiting_ends_loop(tmp_path: Path, base: Path, number: signal.Signals):
     trainer = wired(settings(base, tmp_path), FakeSource(["a"]))
-    monkeypatch.setattr(loop.time, "sleep", lambda _: os.kill(os.getpid(), number))
+    trainer.arrived = lambda _: os.kill(os.getpid(), number) is None
     with pytest.raises(Stopped), trainer.shutdown.listening():
         trainer.run(follow=True)
     assert trainer.shutdown.requested == number.name
@@ -440,7 +440,7 @@ def test_trainer_overtaken_loads_head_once_and_frees_old_optimizer(tmp_path: Pat
     assert (ours.optimizer.weight, ours.ledger.committed_versions()) == (5, [0, 1, 2, 3, 4, 5]), "one step a version, whoever made it"
 
 
-def test_trainer_idle_republishes_newest_version(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trainer_idle_republishes_newest_version(tmp_path: Path, base: Path):
     served = tmp_path / "policies/served.json"
     trainer = wired(settings(base, tmp_path / "policies"), FakeSource(["a", "b"]))
     trainer.run(follow=False)
@@ -449,10 +449,10 @@ def test_trainer_idle_republishes_newest_version(tmp_path: Path, base: Path, mon
     class EnoughError(Exception):
         pass
 
-    def sleep(seconds: float) -> None:
+    def arrived(seconds: float) -> bool:
         raise EnoughError
 
-    monkeypatch.setattr(loop.time, "sleep", sleep)
+    trainer.arrived = arrived
     with pytest.raises(EnoughError):
         trainer.run(follow=True)
     assert json.loads(served.read_text()) == [0, 1]
