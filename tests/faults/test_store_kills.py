@@ -62,8 +62,8 @@ def test_store_killed_within_insert_keeps_each_span_once(
         client.command("CREATE TABLE default.nothing (n UInt8) ENGINE = Null")
         client.command(f"CREATE MATERIALIZED VIEW default.slow TO default.nothing AS SELECT toUInt8(sleep(3)) AS n FROM {stored(table)}")
         load = Load(store.otlp_http_port, store.otlp_grpc_port, lambda _: iter([body]), connections=1)
-        wait_until(lambda: _counts(client)["otel_traces"] == len(body.held.spans), 20, "the first table", [child], poll_seconds=0.02)
-        wait_until(lambda: table == "otel_traces" or _counts(client)["calls"] > 0, 20, "the last table", [child], poll_seconds=0.02)
+        wait_until(lambda: _counts(client)["otel_traces"] == len(body.held.spans), 60, "the first table", [child], poll_seconds=0.02)
+        wait_until(lambda: table == "otel_traces" or _counts(client)["calls"] > 0, 60, "the last table", [child], poll_seconds=0.02)
         child.process.kill()
         child.process.wait()
     with running_store(store, log), connect(store) as client:

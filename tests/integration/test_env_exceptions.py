@@ -31,7 +31,7 @@ async def served(environment: str) -> AsyncGenerator[aiohttp.ClientSession]:
 async def ask(connection: aiohttp.ClientWebSocketResponse, kind: str, data: object = None) -> dict[str, Any]:
     """A request and the data of its response, which must come at once."""
     await connection.send_json({"type": kind, "data": data})
-    return (await connection.receive_json(timeout=20))["data"]
+    return (await connection.receive_json(timeout=40))["data"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ async def test_env_serve_creation_that_raises_anything_ends_no_other_session(env
     async with served(environment) as client, client.ws_connect("/ws") as first:
         await ask(first, "reset")
         async with client.ws_connect("/ws") as second:
-            error = (await second.receive_json(timeout=20))["data"]
+            error = (await second.receive_json(timeout=40))["data"]
             assert (error["code"], error["message"]) == ("FACTORY_ERROR", "no environment can be created: RuntimeError: Panic: broken")
         assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
 

@@ -47,7 +47,7 @@ async def served(
 async def ask(connection: aiohttp.ClientWebSocketResponse, kind: str, data: object = None, **fields: object) -> dict[str, Any]:
     """A request and the data of its response."""
     await connection.send_json({"type": kind, "data": data, **fields})
-    return (await connection.receive_json(timeout=20))["data"]
+    return (await connection.receive_json(timeout=40))["data"]
 
 
 async def post(client: aiohttp.ClientSession, path: str, **fields: object) -> tuple[int, dict[str, Any]]:
@@ -78,11 +78,11 @@ async def test_env_serve_sessions_are_apart_and_end_with_their_connection(enviro
                 "metadata": {"guesses": 2},
             }
             async with client.ws_connect("/ws") as third:
-                refused = (await third.receive_json(timeout=20))["data"]
+                refused = (await third.receive_json(timeout=40))["data"]
                 assert (refused["code"], refused["max_sessions"]) == ("CAPACITY_REACHED", 2)
-                assert (await third.receive(timeout=20)).type is aiohttp.WSMsgType.CLOSE
+                assert (await third.receive(timeout=40)).type is aiohttp.WSMsgType.CLOSE
             await first.send_json({"type": "close"})
-            assert (await first.receive(timeout=20)).type is aiohttp.WSMsgType.CLOSE
+            assert (await first.receive(timeout=40)).type is aiohttp.WSMsgType.CLOSE
         await until(lambda: _is(opened(client), 0))
         await until(lambda: _is(asyncio.to_thread(lambda: log.read_text().count("closed")), 2))
 
@@ -102,7 +102,7 @@ async def test_env_serve_crash_ends_its_sessions_alone_with_an_error() -> None:
             await ask(connection, "reset")
         await first.send_json({"type": "step", "data": {"text": "crash"}})
         for connection in (first, third):
-            error = await connection.receive_json(timeout=20)
+            error = await connection.receive_json(timeout=40)
             assert (error["type"], error["data"]["code"]) == ("error", "SESSION_ERROR")
             assert "process of this environment has ended" in error["data"]["message"]
         assert (await ask(second, "step", {"text": "5"}))["observation"] == {"played": [5]}
@@ -173,8 +173,8 @@ async def test_env_serve_step_that_hangs_loses_its_session_and_no_other() -> Non
             await ask(connection, "reset")
         await first.send_json({"type": "step", "data": {"text": "hang"}})
         assert (await ask(second, "step", {"text": "5"}))["observation"] == {"played": [5]}
-        assert (await first.receive_json(timeout=20))["data"]["code"] == "EXECUTION_ERROR"
-        assert (await first.receive(timeout=20)).type is aiohttp.WSMsgType.CLOSE
+        assert (await first.receive_json(timeout=40))["data"]["code"] == "EXECUTION_ERROR"
+        assert (await first.receive(timeout=40)).type is aiohttp.WSMsgType.CLOSE
         assert (await ask(second, "step", {"text": "6"}))["observation"] == {"played": [5, 6]}
 
 
@@ -182,7 +182,7 @@ async def test_env_serve_idle_session_gets_an_error_and_ends() -> None:
     settings = environment_service_settings(idle_seconds=3.0)
     async with served(settings=settings) as (client, _), client.ws_connect("/ws") as connection:
         await ask(connection, "reset")
-        error = await connection.receive_json(timeout=20)
+        error = await connection.receive_json(timeout=40)
         assert (error["data"]["code"], await opened(client)) == ("SESSION_ERROR", 0)
 
 
@@ -221,7 +221,7 @@ async def test_env_serve_of_several_environments_keeps_them_apart() -> None:
             assert (await ask(guess, "reset", {"secret": 4}))["observation"] == {"text": "Your guess?"}
             assert set((await ask(duel, "reset", {"city": "rome"}))["observation"]["players"]) == {"white", "black"}
             async with client.ws_connect("/guess/ws") as second:  # each is full for itself
-                assert (await second.receive_json(timeout=20))["data"]["max_sessions"] == 1
+                assert (await second.receive_json(timeout=40))["data"]["max_sessions"] == 1
             assert (await ask(guess, "step", {"text": "4"}))["done"] is True
             async with client.get("/health") as health, client.get("/duel/v1/load") as load:
                 assert (await health.json(), await load.json()) == ({"status": "healthy"}, {"sessions": 1, "capacity": 1})
@@ -288,7 +288,7 @@ async def test_env_serve_players_of_a_game_have_a_connection_and_a_trace_each() 
             assert (answer["observation"], answer["reward"], answer["done"]) == ({"text": "white spoke\nblack spoke"}, 1.0, True)
             assert answer["metadata"]["role"] == "white"
             async with client.ws_connect("/ws?session_id=duel&role=red") as red:
-                assert "there is no role 'red'" in (await red.receive_json(timeout=20))["data"]["message"]
+                assert "there is no role 'red'" in (await red.receive_json(timeout=40))["data"]["message"]
             for connection in (white, black):
                 await connection.send_json({"type": "close"})
             await until(lambda: _is(opened(client), 0))

@@ -41,4 +41,4 @@ async def test_host_pool_closed_after_a_failed_start_leaves_no_process(tmp_path:
         await pool.start()
     await pool.close()
     loading = int((tmp_path / "loading").read_text())
-    await until(lambda: is_true(not runs(loading)), 10)
+    await until(lambda: is_true(not runs(loading)))

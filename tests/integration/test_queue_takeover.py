@@ -78,7 +78,7 @@ async def test_queue_server_writes_nothing_once_another_has_begun_to_serve(url: 
 
 def taken(url: str) -> QueueDatabase:
     """The database, as another server has it: the one that had it may have been quicker, and is then ended again."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while True:
         try:
             return QueueDatabase(url)

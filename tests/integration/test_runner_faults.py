@@ -304,14 +304,14 @@ async def test_host_pool_host_killed_without_its_log_is_answered_and_replaced(po
     busy = await pool.take()
     answered = busy.expect("a")
     await end_host(busy, tmp_path / "runner")
-    answer = await asyncio.wait_for(answered, 10)
+    answer = await asyncio.wait_for(answered, 60)
     assert answer["failure"] == AttemptFailure.CRASH
     assert answer["detail"].endswith("agent-host-0.log:\nIt cannot be read: No such file or directory.")
     pool.give(busy, freed=False)
-    idle = await asyncio.wait_for(pool.take(), 20)
+    idle = await asyncio.wait_for(pool.take(), 60)
     pool.give(idle, freed=False)
     await end_host(idle, tmp_path / "runner")
-    replacing = await asyncio.wait_for(pool.take(), 20)
+    replacing = await asyncio.wait_for(pool.take(), 60)
     assert replacing not in (busy, idle)
     pool.give(replacing, freed=False)
 
@@ -322,10 +322,10 @@ async def test_host_pool_host_whose_answer_cannot_be_read_is_replaced(pool: Host
     host = await pool.take()
     answered = [host.expect(name) for name in ("a", "b")]
     host.send({"id": "a", "input": {"answers": answer}})
-    answers = await asyncio.wait_for(asyncio.gather(*answered), 20)
+    answers = await asyncio.wait_for(asyncio.gather(*answered), 60)
     assert [answer["failure"] for answer in answers] == [AttemptFailure.CRASH] * 2, "the other one waits no longer, either"
     pool.give(host, freed=False)
-    replacing = await asyncio.wait_for(pool.take(), 20)
+    replacing = await asyncio.wait_for(pool.take(), 60)
     assert replacing is not host
     pool.give(replacing, freed=False)
 
@@ -333,11 +333,11 @@ async def test_host_pool_host_whose_answer_cannot_be_read_is_replaced(pool: Host
 async def test_host_pool_idle_hosts_that_die_are_forgotten(pool: HostPool) -> None:
     await pool.start()
     for _ in range(2):
-        host = await asyncio.wait_for(pool.take(), 20)
+        host = await asyncio.wait_for(pool.take(), 60)
         pool.give(host, freed=False)
         kill(host._process.pid)
         await until(lambda host=host: is_true(host.ended))
-    last = await asyncio.wait_for(pool.take(), 20)
+    last = await asyncio.wait_for(pool.take(), 60)
     assert list(pool._busy) == [last]
     pool.give(last, freed=False)
 
@@ -353,7 +353,7 @@ async def test_host_pool_host_that_cannot_be_replaced_fails_its_slots(pool: Host
     with pytest.raises(
         AgentError, match=r"the agent's process cannot be started: .*/runner.*\. See that runner\.directory can be written to\."
     ):
-        await asyncio.wait_for(pool.take(), 20)
+        await asyncio.wait_for(pool.take(), 60)
 
 
 @pytest.mark.parametrize("refusals", [2, 3])

@@ -184,7 +184,7 @@ async def test_write_to_a_pipe_is_refused_and_modes_of_files_stay(sandbox: Sandb
     assert await asyncio.to_thread(os.read, reader.stdout, 100) == b"opened\n"
     for refused, reason in (("pipe", "No such device or address"), ("read", "it is no regular file")):
         with pytest.raises(SandboxError, match=rf"write in the sandbox: {reason} \(.*/{refused}\)"):
-            await asyncio.wait_for(sandbox.write(f"{home}/{refused}", b"x"), 20)
+            await asyncio.wait_for(sandbox.write(f"{home}/{refused}", b"x"), 60)
     reader.close()
     for name in ("mode", "new"):
         await sandbox.write(f"{home}/{name}", b"x")

@@ -145,9 +145,9 @@ async def test_rex_runtime_command_of_a_closed_shell_ends_with_it(policy: Sandbo
     try:
         acting = asyncio.create_task(opened.run_in_session(RexAction("sleep 600"), Context()))
         await asyncio.sleep(0.5)
-        await asyncio.wait_for(opened.close_session(RexClosedSession(), Context()) if end == "session" else opened.close(), 20)
+        await asyncio.wait_for(opened.close_session(RexClosedSession(), Context()) if end == "session" else opened.close(), 60)
         with pytest.raises(RexError, match="bash was closed in the sandbox while an action ran"):
-            await asyncio.wait_for(acting, 20)
+            await asyncio.wait_for(acting, 60)
         await opened.create_session(RexSession(), Context())
         assert (await opened.run_in_session(RexAction("echo again", timeout=20), Context()))["output"] == "again\n"
     finally:

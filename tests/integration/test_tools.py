@@ -123,7 +123,7 @@ async def test_action_with_a_false_marker_restarts_its_program(tools: Toolbox) -
     with pytest.raises(ToolFailedError, match=r"^\[the interpreter ended; the interpreter was started again\]$"):
         await tools.python("import os, sys; os.write(1, sys.argv[1].encode()); os._exit(0)")
     with pytest.raises(ToolFailedError, match=r"^\[the shell ended; the shell was started again\]$"):
-        await asyncio.wait_for(tools.shell('printf %s "$_marker"; sleep 600', timeout_seconds=600), 20)
+        await asyncio.wait_for(tools.shell('printf %s "$_marker"; sleep 600', timeout_seconds=600), 60)
     assert await tools.shell("echo again") == "again\n"
 
 
@@ -149,7 +149,7 @@ async def test_session_that_cannot_restart_closes_no_descriptor_of_others(direct
 
 async def test_shell_that_ends_while_its_children_hold_the_terminal_is_restarted(tools: Toolbox) -> None:
     with pytest.raises(ToolFailedError, match=r"^begun\n\[the shell ended; the shell was started again\]$"):
-        await asyncio.wait_for(tools.shell("echo begun; setsid sleep 600 & sleep 0.3; exit 4", timeout_seconds=600), 20)
+        await asyncio.wait_for(tools.shell("echo begun; setsid sleep 600 & sleep 0.3; exit 4", timeout_seconds=600), 60)
     assert await tools.shell("echo again") == "again\n"
 
 

@@ -198,8 +198,8 @@ async def test_up_on_ray_places_services_and_restarts_those_that_end(nodes: Node
                 subprocess.run, own_command("down"), cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True
             )
             assert down.stdout == "every service has ended\n"
-            assert run.process.wait(10) == 0
-            await until(lambda: not any(map(lives, running)), run, 10)
+            assert run.process.wait(60) == 0
+            await until(lambda: not any(map(lives, running)), run, 60)
         finally:
             run.process.kill()
             run.process.wait()
@@ -244,7 +244,7 @@ async def test_services_of_a_dead_node_move_and_end_with_a_killed_supervisor(nod
         assert len(running) == 6
         run.process.kill()
         run.process.wait()
-        await until(lambda: not any(map(lives, running)), run, 20)
+        await until(lambda: not any(map(lives, running)), run, 60)
     finally:
         run.process.kill()
         run.process.wait()

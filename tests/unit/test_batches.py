@@ -79,5 +79,5 @@ async def test_batches_request_with_fewer_values_fails_its_items_and_no_later() 
 
     batches = Batches(send)
     with pytest.raises(SpangradError, match="1 items got 0 values"):
-        await asyncio.wait_for(batches.ask(1), 5)
+        await asyncio.wait_for(batches.ask(1), 30)
     assert await batches.ask(2) == 20

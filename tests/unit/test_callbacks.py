@@ -104,7 +104,7 @@ async def test_callbacks_after_a_look_that_got_no_thread_are_delivered(
     service = Service(QueueDatabase(f"sqlite:///{tmp_path}/queue.db"), Defaults(lambda _: 300, max_attempts=2, lease_seconds=30))
     callbacks = Callbacks(service, QueueSettings(), trajectories)
     await callbacks.add("run", ["r0"], "http://me:s3cret@trainer/x")
-    await asyncio.wait_for(is_repeated.wait(), 10)
+    await asyncio.wait_for(is_repeated.wait(), 30)
     await callbacks.close()
     await service.close()
     assert [record.getMessage() for record in caplog.records] == ["callbacks to http://trainer/x wait: can't start new thread"]

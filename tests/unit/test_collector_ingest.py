@@ -29,7 +29,7 @@ class RecordedCommits:
 
     def __call__(self, bodies: Sequence[Piece]) -> list[Refused]:
         self.entered.set()
-        self.gate.wait(10)
+        self.gate.wait(60)
         names = "".join(body.name for body in bodies)
         if "bad" in names:
             raise RuntimeError("refused")
@@ -41,7 +41,7 @@ def test_inserter_waiting_bodies_share_an_insert() -> None:
     commits = RecordedCommits()
     inserter = Inserter("test", commits, linger_seconds=0)
     first = inserter.submit(Piece("a"))
-    commits.entered.wait(10)
+    commits.entered.wait(60)
     others = [inserter.submit(Piece(name)) for name in "bcd"]
     assert not first.done()
 
@@ -137,7 +137,7 @@ def test_inserter_bodies_waiting_during_commit_join_next_one() -> None:
     commits = RecordedCommits()
     inserter = Inserter("test", commits, linger_seconds=0)
     first = inserter.submit(Piece("a"))
-    commits.entered.wait(10)
+    commits.entered.wait(60)
     inserter._linger = 60.0
     inserter.submit(Piece("b"))
     inserter._queue[0].since -= 61  # longer than the linger: when the commit ends, nothing but the commit's own end keeps b waiting

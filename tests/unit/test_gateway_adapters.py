@@ -110,7 +110,7 @@ async def test_publish_with_engine_that_refuses_after_its_restart_counts_for_the
         publishing = asyncio.create_task(stage.client.post("/admin/policies/policy/versions", json=body))
         # Meanwhile the second is started anew, without adapters.
         second.lora_rank, second.version = 0, 7
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await backends(stage))[1]["version"] != 7:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
         first.go_on.set()

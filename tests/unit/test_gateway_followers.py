@@ -341,7 +341,7 @@ async def test_follower_confirms_no_state_of_an_earlier_connection() -> None:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
-    async with staged(controller=f"http://127.0.0.1:{port}"), asyncio.timeout(10):
+    async with staged(controller=f"http://127.0.0.1:{port}"), asyncio.timeout(30):
         while len(reports) < 2 or not reports[1]:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.02)
     await runner.cleanup()

@@ -53,7 +53,7 @@ def test_publication_in_background_is_repeated_after_ledger_error() -> None:
     publishing = HeadPublisher(*parts)
 
     assert publishing.publish() is None
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while publishing.is_behind and time.monotonic() < end:
         time.sleep(0.02)
     publishing.close()

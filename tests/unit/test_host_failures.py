@@ -194,7 +194,7 @@ async def test_host_cancel_that_is_read_with_its_job_is_answered() -> None:
     serving = asyncio.create_task(Host(Stages(hangs)).serve(jobs, messages.append))
     jobs.feed_data(b'{"id": "a", "input": null}\n{"cancel": "a"}\n')
     try:
-        await until(lambda: is_true(messages), 5)
+        await until(lambda: is_true(messages), 30)
     finally:
         jobs.feed_eof()
         await serving

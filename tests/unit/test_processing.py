@@ -43,7 +43,7 @@ async def test_trajectories_last_rollout_that_never_began_is_yielded_at_its_end(
         last = asyncio.ensure_future(anext(trajectories))
         await asyncio.sleep(0.2)
         await client.cancel(RolloutSelector(run_id="run"))
-        assert (await asyncio.wait_for(last, 10)).rollout_id == "r2"
+        assert (await asyncio.wait_for(last, 20)).rollout_id == "r2"
 
 
 async def test_process_request_that_waits_for_builds_is_answered_when_the_server_stops(settings: Settings) -> None:
@@ -51,10 +51,10 @@ async def test_process_request_that_waits_for_builds_is_answered_when_the_server
     async with aiohttp.ClientSession(settings.queue.url) as session:
         async with serving(settings) as (client, _):
             waiting = asyncio.create_task(session.post("/v1/process", json=request))
-            leases = await client.lease("run", "worker", wait_seconds=10)
+            leases = await client.lease("run", "worker", wait_seconds=30)
             await client.complete([done(lease) for lease in leases])
             await asyncio.sleep(0.2)
-        async with await asyncio.wait_for(waiting, 10) as answer:
+        async with await asyncio.wait_for(waiting, 20) as answer:
             assert (answer.status, await answer.json()) == (200, {"trajectories": [], "pending": ["run/k/0/0"]})
 
 
@@ -73,7 +73,7 @@ async def test_queue_is_read_while_the_store_does_not_answer(settings: Settings,
         waiting = [asyncio.ensure_future(anext(reading.trajectories("run", ["r0"], 60.0, lambda: False))) for _ in range(40)]
         try:
             await asyncio.sleep(0.5)
-            assert [run.run_id for run in await asyncio.wait_for(client.runs(), 10)] == ["run"]
+            assert [run.run_id for run in await asyncio.wait_for(client.runs(), 20)] == ["run"]
         finally:
             answered.set()
             await asyncio.gather(*waiting)

@@ -39,6 +39,6 @@ async def test_supervisor_connect_to_a_port_that_accepts_nothing_does_not_wait(s
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = b"%d" % listener.getsockname()[1]
         for _ in range(3):  # the first ones fill the queue of the listener
-            await asyncio.wait_for(asyncio.to_thread(supervisor.do_connect, [port], [], opened), 5)
+            await asyncio.wait_for(asyncio.to_thread(supervisor.do_connect, [port], [], opened), 30)
     for descriptor in opened:
         os.close(descriptor)

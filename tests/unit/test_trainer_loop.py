@@ -343,10 +343,10 @@ def test_shutdown_shield_of_another_thread_holds_no_signal_back():
     def shield() -> None:
         with shutdown.shielded():
             entered.set()
-            left.wait(10)
+            left.wait(60)
 
     def stop() -> None:
-        entered.wait(10)
+        entered.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
         left.wait(0.1)
 
