@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.message import Message
+from functools import cache
 from pathlib import Path
 
 import psycopg
@@ -85,8 +87,21 @@ def store_settings(path: Path, **changes: object) -> StoreSettings:
     )
 
 
+@cache
+def _migrated_data() -> Path:
+    """Return the data of a store that has applied all migrations and ended: they take half of the CPU time of a start."""
+    directory = Path(tempfile.mkdtemp(prefix="spangrad-store-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    settings = store_settings(directory / "data")
+    settings.path.mkdir(mode=0o700)  # so that this store migrates, and copies nothing
+    with running_store(settings, directory / "log"):
+        return settings.path
+
+
 def start_store(settings: StoreSettings, log: Path) -> Child:
-    """Start a store; it may not be ready yet."""
+    """Start a store, a new one on a copy of migrated data; it may not be ready yet."""
+    if not settings.path.exists():
+        shutil.copytree(_migrated_data(), settings.path, symlinks=True)
     values = settings.model_dump(mode="json")
     # Secrets hide themselves in a dump.
     for name in ("token", "read_token"):
