@@ -49,7 +49,7 @@ def measured(jobs: list[dict[str, Any]], rendezvous: Path, ranks: int) -> list[l
         subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **(group if ranks > 1 else {}), "RANK": str(rank)},
+            env={**os.environ, **(group if ranks > 1 else {}), "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )
