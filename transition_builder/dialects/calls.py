@@ -65,7 +65,7 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
         )
         .drop("reported_error", "reported_tokens", *(f"reported_{name}" for name in _REPORTED))
     )
-    names = [call_id(trace, span, choice) for trace, span, choice in rows.select(*SPAN, "ChoiceIndex").iter_rows()]
+    names = [call_id(trace, span, choice) for trace, span, choice in rows[[*SPAN, "ChoiceIndex"]].iter_rows()]
     return rows.with_columns(CallId=pl.Series(names, dtype=pl.String))
 
 
@@ -86,11 +86,11 @@ def _reported(spans: pl.DataFrame) -> pl.DataFrame:
 
 def asked_tools(nodes: pl.DataFrame) -> pl.DataFrame:
     """Return the tool calls that the responses of calls requested: TraceId, SpanId, ToolCallId; `nodes` are described spans."""
-    called = nodes.filter(pl.col("IsClient") | pl.col("IsModel")).select(*SPAN, "Attributes")
+    called = nodes.filter(pl.col("IsClient") | pl.col("IsModel"))[[*SPAN, "Attributes"]]
     attributes = AttributeColumns(called)
     plain = attributes.entries(_ASKED_TOOL).select("row", ToolCallId="value")
     texts = attributes.entries(_ASKED_IN_JSON)
     if texts.height:
         ids = texts.select("row", pl.col("value").str.extract_all(_IDS_IN_JSON)).explode("value", empty_as_null=False, keep_nulls=False)
         plain = pl.concat([plain, ids.select("row", ToolCallId=pl.col("value").str.extract(r'"([^"]+)"$'))])
-    return called.select(SPAN)[plain["row"]].hstack([plain["ToolCallId"]])
+    return called[SPAN][plain["row"]].hstack([plain["ToolCallId"]])

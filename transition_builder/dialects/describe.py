@@ -9,7 +9,6 @@ it has. A dialect reads its own spans alone, and of their attributes only those 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,15 +28,15 @@ from transition_builder.dialects.conventions import (
     vercel,
     vllm,
 )
-from transition_builder.dialects.reading import NO, NONE, SCORES, AttributeColumns, Reading
+from transition_builder.dialects.reading import NO, SCORES, AttributeColumns, Reading
 from transition_builder.dialects.scores import scores
 
 _GEN_AI_KEYS = r"^gen_ai\."
 
 
-def _gateway(attributes: AttributeColumns) -> Reading:
-    """Read the gateway's own spans; spangrad_internal.calls holds the facts of its calls."""
-    return replace(gen_ai.read(attributes), call=NO, tool=NO, chain=NO, suspect=NO, agent=NONE)
+def _gateway(_: AttributeColumns) -> Reading:
+    """Read nothing of the gateway's own spans; spangrad_internal.calls holds the facts of its calls."""
+    return Reading()
 
 
 def _nothing(attributes: AttributeColumns) -> Reading:
@@ -125,10 +124,10 @@ def by_dialect(
     return pl.concat(parts)[row_of]
 
 
-def _scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.Series:
+def _scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.Series | pl.Expr:
     scored = scores(attributes, spans)
     if scored is None:
-        return pl.repeat([], spans.height, dtype=SCORES, eager=True).alias("Scores")
+        return pl.lit([], SCORES).alias("Scores")
     rows = pl.DataFrame({"row": np.arange(spans.height)})
     return rows.join(scored, on="row", how="left", maintain_order="left").select(pl.col("Scores").fill_null([])).to_series()
 
@@ -158,15 +157,16 @@ def _conventions(attributes: AttributeColumns, beside: pl.DataFrame) -> pl.Serie
         if by_scope
         else pl.lit(None, pl.String)
     )
-    marked = [pl.when(attributes.has(*names)).then(pl.lit(name)) for name, names in MARKS.items()]
+    is_marked = {name: attributes.has(*names) for name, names in MARKS.items()}
     for name, words in others.VOCABULARIES.items():
         has_mark = attributes.has(words.mark)
-        if words.spans:
+        if words.spans and has_mark is not NO:
             has_mark = has_mark & pl.col("SpanName").str.contains(words.spans)
         if words.named:
             has_mark = has_mark | pl.col("SpanName").str.contains(words.named)
-        marked.append(pl.when(has_mark).then(pl.lit(name)))
-    marked.append(pl.when("generative").then(pl.lit("gen_ai")))
+        is_marked[name] = has_mark
+    is_marked["gen_ai"] = pl.col("generative")
+    marked = [pl.when(has_mark).then(pl.lit(name)) for name, has_mark in is_marked.items() if has_mark is not NO]
     return (
         attributes.frame(beside.with_columns(attributes.matching(_GEN_AI_KEYS).alias("generative")))
         .select(pl.coalesce(of_scope, *marked, pl.lit("")))

@@ -9,8 +9,8 @@ from the maps; all keys are compared once, as numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache, cached_property, lru_cache
 
 import numpy as np
@@ -34,6 +34,18 @@ _NAMES_KEPT = 2**16
 def attribute(name: str) -> pl.Expr:
     """Return a span's attribute; null where it has none."""
     return pl.col("Attributes").map.get(name)
+
+
+@cache
+def _not_empty(name: str) -> pl.Expr:
+    """Return a column of texts, null where they are empty."""
+    return pl.col(name).replace("", None)
+
+
+def coalesced(columns: Iterable[pl.Expr]) -> pl.Expr:
+    """Return the first value that is not null; null of no columns."""
+    among = list(columns)
+    return pl.coalesce(among) if among else NONE
 
 
 class AttributeColumns:
@@ -62,27 +74,28 @@ class AttributeColumns:
 
     def __call__(self, name: str) -> pl.Expr:
         """Return an attribute; null where a span has none."""
-        self._requested.add(name)
-        if name not in self._columns:
-            code = self._places.get(name)
-            if code is None:
-                return NONE
-            self._columns[name] = self._column(name, np.flatnonzero(self._codes == code))
-        return pl.col(name)
+        return pl.col(name) if self.present(name) else NONE
+
+    def present(self, *names: str) -> list[str]:
+        """Return those of several attributes that any span has, which are columns from now on."""
+        present = [name for name in names if name in self._places]
+        for name in present:
+            if name not in self._columns:
+                self._columns[name] = self._column(name, np.flatnonzero(self._codes == self._places[name]))
+        self._requested.update(present)
+        return present
 
     def first(self, *names: str) -> pl.Expr:
         """Return the first of several attributes that a span has and that is not empty."""
-        columns = [self(name).replace("", None) for name in names if name in self._places]
-        return pl.coalesce(columns) if columns else NONE
+        return coalesced(_not_empty(name) for name in self.present(*names))
 
     def any_of(self, *names: str) -> pl.Expr:
         """Return the first of several attributes that a span has, even if empty."""
-        columns = [self(name) for name in names if name in self._places]
-        return pl.coalesce(columns) if columns else NONE
+        return coalesced(pl.col(name) for name in self.present(*names))
 
     def has(self, *names: str) -> pl.Expr:
-        """Return whether a span has any of several attributes."""
-        columns = [self(name).is_not_null() for name in names if name in self._places]
+        """Return whether a span has any of several attributes; NO where no span has."""
+        columns = [pl.col(name).is_not_null() for name in self.present(*names)]
         return pl.any_horizontal(columns) if columns else NO
 
     def once(self, name: str, what: pl.Expr) -> pl.Expr:
@@ -107,8 +120,8 @@ class AttributeColumns:
         return pl.DataFrame(
             [
                 pl.Series("row", self._rows[at], dtype=pl.Int64),
-                names.gather(pl.Series(self._codes[at], dtype=pl.UInt32)),
-                self._values.gather(pl.Series(at, dtype=pl.UInt32)).alias("value"),
+                names[self._codes[at]],
+                self._values[at].alias("value"),
             ]
         )
 
@@ -134,7 +147,7 @@ class AttributeColumns:
         entry_of = np.full(self.height, self._absent, dtype=np.uint32)
         # The first of several, should a sender repeat a key.
         entry_of[self._rows[at[::-1]]] = at[::-1]
-        return self._values.gather(pl.Series(entry_of)).alias(name)
+        return self._values[entry_of].alias(name)
 
 
 @lru_cache(_NAMES_KEPT)
@@ -181,32 +194,40 @@ class Reading:
             frame: the columns that the expressions read.
             request: condition for requests for a response, which are suspects unless they are something else.
         """
-        flags = {name: getattr(self, name).fill_null(False) for name in ("call", "engine", "tool", "chain", "suspect")}
-        client = self.client.fill_null(False).alias("=client")
-        known = frame.with_columns(client, **{f"={name}": flag for name, flag in flags.items()})
-        call, engine, tool, chain, suspect, client = (pl.col(f"={name}") for name in (*flags, "client"))
-        suspect = (suspect | (request & ~tool & ~chain & ~engine)) & ~call
-        known = known.with_columns(suspect.alias("=suspect"), (call | engine | suspect).alias("=called"))
-        called, result = pl.col("=called"), pl.when(tool).then(self.result)
-        failed = (pl.col("StatusCode") == "Error") | (self.error.fill_null("") != "") | self.failed | result.str.contains(_ERROR_FLAG)
-        return known.select(
-            IsClient=call & client,
-            IsModel=call & ~client,
-            IsEngine=engine,
-            IsTool=tool & ~call,
-            IsChain=chain,
-            IsSuspect=pl.col("=suspect"),
-            AgentName=self.agent,
-            ToolName=pl.when(tool).then(pl.coalesce(self.tool_name, "SpanName")).otherwise(pl.lit("")),
-            ToolFailed=tool & failed.fill_null(False),
-            ToolCallId=pl.when(tool).then(self.tool_call_id),
-            ToolArguments=pl.when(tool).then(self.arguments),
-            ToolResult=result,
-            ResponseId=pl.when(called).then(self.response_id),
-            Model=pl.when(called).then(self.model),
-            InputTokens=pl.when(called).then(self.input_tokens.cast(pl.Int64, strict=False)),
-            OutputTokens=pl.when(called).then(self.output_tokens.cast(pl.Int64, strict=False)),
-        )
+        flags = {f"={name}": getattr(self, name).fill_null(False) for name in _FLAGS}
+        texts = {f"={name}": getattr(self, name) for name in _TEXTS}
+        # A column of the frame first: a row a span, however many of the others are literals.
+        read = frame.select("SpanName", "StatusCode", **flags, **texts, **{"=request": request})
+        return read.with_columns(_SUSPECT.alias("=suspect")).with_columns(_CALLED.alias("=called")).select(**_DESCRIBED)
+
+
+_FLAGS = ("call", "client", "engine", "tool", "chain", "suspect")
+_TEXTS = tuple(field.name for field in fields(Reading) if field.name not in _FLAGS)
+
+
+_SUSPECT = (pl.col("=suspect") | (pl.col("=request") & ~pl.any_horizontal("=tool", "=chain", "=engine"))) & ~pl.col("=call")
+_CALLED = pl.any_horizontal("=call", "=engine", "=suspect")
+_RESULT = pl.when("=tool").then("=result")
+_FAILED = (pl.col("StatusCode") == "Error") | (pl.col("=error").fill_null("") != "") | pl.col("=failed") | _RESULT.str.contains(_ERROR_FLAG)
+_DESCRIBED = {
+    "IsClient": pl.col("=call") & pl.col("=client"),
+    "IsModel": pl.col("=call") & ~pl.col("=client"),
+    "IsEngine": pl.col("=engine"),
+    "IsTool": pl.col("=tool") & ~pl.col("=call"),
+    "IsChain": pl.col("=chain"),
+    "IsSuspect": pl.col("=suspect"),
+    "AgentName": pl.col("=agent"),
+    "ToolName": pl.when("=tool").then(pl.coalesce("=tool_name", "SpanName")).otherwise(pl.lit("")),
+    "ToolFailed": pl.col("=tool") & _FAILED.fill_null(False),
+    "ToolCallId": pl.when("=tool").then("=tool_call_id"),
+    "ToolArguments": pl.when("=tool").then("=arguments"),
+    "ToolResult": _RESULT,
+    "ResponseId": pl.when("=called").then("=response_id"),
+    "Model": pl.when("=called").then("=model"),
+    "InputTokens": pl.when("=called").then("=input_tokens").cast(pl.Int64, strict=False),
+    "OutputTokens": pl.when("=called").then("=output_tokens").cast(pl.Int64, strict=False),
+}
+"""Columns that `describe` adds, without Convention and Scores, over the columns of a reading."""
 
 
 def of_json(text: pl.Expr, *fields: str) -> pl.Expr:

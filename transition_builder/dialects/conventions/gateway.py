@@ -13,5 +13,5 @@ IS_GATEWAY = pl.col("ScopeName") == semconv.GATEWAY_SCOPE
 def calls(rows: pl.DataFrame) -> pl.DataFrame:
     """Canonical calls of resolved CALLS rows."""
     # Token ids are copied only where a call came twice.
-    once = rows if rows.select(CHOICE).is_unique().all() else rows.unique(CHOICE, keep="first", maintain_order=True)
+    once = rows if rows[CHOICE].is_unique().all() else rows.unique(CHOICE, keep="first", maintain_order=True)
     return once.with_columns(ByGateway=pl.lit(True))

@@ -6,10 +6,12 @@ The operation's name decides; a span that names a model and no operation is a ca
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects.reading import AttributeColumns, Reading, error_type, first_of_list
+from transition_builder.dialects.reading import AttributeColumns, Reading, coalesced, error_type, first_of_list
 
 CALLS = (
     *("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response"),
@@ -36,23 +38,34 @@ FINISH_REASONS = (
 )
 
 
+def outcome(attributes: AttributeColumns) -> Reading:
+    """Read the error, the tokens and the finish reason of a call alone."""
+    return Reading(
+        error=error_type(attributes),
+        input_tokens=attributes.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
+        output_tokens=attributes.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens"),
+        finish=coalesced(first_of_list(pl.col(name)) for name in attributes.present(*FINISH_REASONS)),
+    )
+
+
 def read(attributes: AttributeColumns) -> Reading:
     """Read spans by `gen_ai.*` attributes alone; other dialects put their own attributes first."""
+    base = outcome(attributes)
     operation = attributes(semconv.GEN_AI_OPERATION).str.to_lowercase().replace("", None)
     model = attributes.first(semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL)
     named_tool = attributes(semconv.GEN_AI_TOOL_NAME).is_not_null()
     other = operation.str.contains(OTHERS).fill_null(False)
     call = operation.is_in(CALLS).fill_null(False) | (model.is_not_null() & ~other & ~(named_tool & operation.is_null()))
-    output = attributes.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens")
     invoked = pl.when(operation == "invoke_agent").then(pl.col("SpanName").str.extract(r"^invoke_agent\s+(.+)$"))
-    return Reading(
+    return replace(
+        base,
         call=call,
         tool=(operation == "execute_tool") | (operation.is_null() & named_tool),
         chain=operation == "invoke_workflow",
         suspect=~call
         & operation.is_null()
         & ~named_tool
-        & (output.is_not_null() | attributes.has("gen_ai.output.messages", "gen_ai.completion")),
+        & (base.output_tokens.is_not_null() | attributes.has("gen_ai.output.messages", "gen_ai.completion")),
         agent=pl.coalesce(attributes.first(semconv.GEN_AI_AGENT_NAME), invoked),
         tool_name=pl.coalesce(attributes.first(*TOOL_NAMES), pl.col("SpanName").str.extract(r"^(?:execute_tool|tools/call)\s+(.+)$")),
         tool_call_id=attributes.first(semconv.GEN_AI_TOOL_CALL_ID),
@@ -60,10 +73,6 @@ def read(attributes: AttributeColumns) -> Reading:
         result=attributes.any_of(*RESULTS),
         # Strands ends the span of a failed tool as Ok.
         failed=(attributes("gen_ai.tool.status").str.to_lowercase() == "error").fill_null(False),
-        error=error_type(attributes),
         model=model,
         response_id=attributes.first(semconv.GEN_AI_RESPONSE_ID),
-        input_tokens=attributes.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
-        output_tokens=output,
-        finish=pl.coalesce(first_of_list(attributes(name)) for name in FINISH_REASONS),
     )

@@ -13,7 +13,7 @@ import polars as pl
 
 from spangrad import semconv
 from transition_builder.dialects.conventions import gen_ai
-from transition_builder.dialects.reading import NO, AttributeColumns, Reading, of_json
+from transition_builder.dialects.reading import AttributeColumns, Reading, of_json
 
 INVOCATION_PARAMETERS = "llm.invocation_parameters"
 TOOL_CALL_ID_NAMES = ("tool_call.id", "tool.id", semconv.GEN_AI_TOOL_CALL_ID)
@@ -30,7 +30,7 @@ _TOOL_MESSAGE_FAILED = r'"tool_call_id".*"status"\s*:\s*"error"'
 
 def read(attributes: AttributeColumns) -> Reading:
     """Read spans by their kinds."""
-    base = gen_ai.read(attributes)
+    base = gen_ai.outcome(attributes)
     kind = attributes.once("=kind", attributes(semconv.OPENINFERENCE_KIND).str.to_uppercase())
     output = attributes(semconv.OPENINFERENCE_OUTPUT)
     # Long texts: each pattern is sought in those alone that may have it.
@@ -42,7 +42,6 @@ def read(attributes: AttributeColumns) -> Reading:
         call=kind == "LLM",
         tool=kind == "TOOL",
         chain=kind == "CHAIN",
-        suspect=NO,
         agent=pl.coalesce(
             attributes.first(semconv.OPENINFERENCE_AGENT_NAME, semconv.GEN_AI_AGENT_NAME, "agent_name"),
             node,
