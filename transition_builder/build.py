@@ -47,12 +47,12 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
     calls = reconcile.without_arrays(placed.calls)
 
-    final = frames.rollouts.select(*ATTEMPT)
+    final = frames.rollouts[ATTEMPT]
     current = calls.join(final, on=ATTEMPT, how="semi")
     rows = resolve(frames.spans.filter(pl.col("RowKind") != "span"), owners, frames.rollouts)
     rollouts = _without_rewarded_failures(frames.rollouts, rows)
     may_reward = rollouts.filter((pl.col("Verdict") == Verdict.COMPLETE.value) & (pl.col("Failure") == ""))
-    evaluations = rows.join(may_reward.select(ATTEMPT), on=ATTEMPT, how="semi")
+    evaluations = rows.join(may_reward[ATTEMPT], on=ATTEMPT, how="semi")
     given = rewards.gather(frames, evaluations, nodes, current, placed.caused, may_reward, spec)
 
     calls = _with_shared(calls, frames, owners)
@@ -78,12 +78,12 @@ def read(frames: Frames, owners: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     recorded = gateway.calls(resolve(frames.calls, owners, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), owners, frames.rollouts)
     # A gateway span's row in spangrad_internal.calls may become visible before its row in spangrad_internal.rollout_spans.
-    unseen = recorded.select(SPAN).with_row_index("row").unique(SPAN, keep="first", maintain_order=True).join(spans, on=SPAN, how="anti")
+    unseen = recorded[SPAN].with_row_index("row").unique(SPAN, keep="first", maintain_order=True).join(spans, on=SPAN, how="anti")
     if unseen.height:
         texts = ["SpanName", "ServiceName", "ScopeName", "StatusCode", "StatusMessage"]
         rows = recorded[unseen["row"]].select(name for name in recorded.columns if name in spans.columns)
         spans = pl.concat([spans, rows], how="diagonal_relaxed").with_columns(pl.col(texts).fill_null(""))
-    if not spans.select(SPAN).is_unique().all():
+    if not spans[SPAN].is_unique().all():
         spans = spans.unique(SPAN, keep="first", maintain_order=True)
     return dialects.describe(spans), recorded
 
@@ -104,7 +104,7 @@ def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame
     if (rollouts["Failure"] == "").all():
         return rollouts
     score = attribute(semconv.EVALUATION_SCORE).cast(pl.Float64, strict=False)
-    on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite()).select(*ROLLOUT, *SPAN)
+    on_root = evaluations.filter((pl.col("RowKind") == "evaluation_event") & score.is_finite())[[*ROLLOUT, *SPAN]]
     rewarded = on_root.unique().with_columns(rewarded=pl.lit(True))
     marked = rollouts.join(rewarded, on=[*ROLLOUT, *SPAN], how="left", maintain_order="left")
     return marked.with_columns(Failure=pl.when("rewarded").then(pl.lit("")).otherwise("Failure")).drop("rewarded")
@@ -160,7 +160,7 @@ def _tool_calls(
     if caused.is_empty():
         return empty(TOOL_CALLS)
     span = nodes.select("Timestamp", Error=pl.when("ToolFailed").then("StatusMessage").otherwise(pl.lit("")))[caused["Tool"]]
-    scored = spans_of(caused, nodes).join(given.select(*SPAN, "Value"), on=SPAN).group_by("Tool").agg(Reward=pl.col("Value").sum())
+    scored = spans_of(caused, nodes).join(given[[*SPAN, "Value"]], on=SPAN).group_by("Tool").agg(Reward=pl.col("Value").sum())
     rows = (
         caused.hstack(span)
         .with_columns(
@@ -182,20 +182,20 @@ def _tool_calls(
 def _times(spans: pl.DataFrame) -> pl.DataFrame:
     """Return TIMES by the runner's spans: roots of attempts, and stages."""
     # Few columns, so that the filter copies little.
-    columns = ["RunId", "Attempt", "Timestamp", "SpanName", "ScopeName", "RowKind", "RolloutKeySource", "Duration", "Attributes"]
+    columns = ["RunId", "Attempt", "Timestamp", "SpanName", "ScopeName", "RowKind", "RolloutKeySource", "Attributes"]
     named = (pl.col("RowKind") == "span") & NAMED & pl.col("SpanName").is_in(_TIMED)
-    of_runner = spans.select(*columns, RolloutId="RolloutKey").filter(named)
+    of_runner = spans.select(*columns, RolloutId="RolloutKey", Seconds=pl.col("Duration") / 1e9).filter(named)
     if of_runner.is_empty():
         return empty(TIMES)
-    seconds, is_root = pl.col("Duration") / 1e9, pl.col("SpanName") == semconv.ROOT_SPAN_NAME
+    is_root = pl.col("SpanName") == semconv.ROOT_SPAN_NAME
     roots = of_runner.filter(is_root & attribute(semconv.ROLLOUT_FINAL).is_not_null()).sort("Attempt", "Timestamp")
     last = roots.group_by(ROLLOUT).agg(
-        pl.col("Attempt").n_unique().alias("Attempts"), pl.col("Timestamp").last(), seconds.last().alias("Seconds")
+        Attempts=pl.col("Attempt").n_unique(), StartedAt=pl.col("Timestamp").last(), Seconds=pl.col("Seconds").last()
     )
-    stages = of_runner.filter(~is_root & (pl.col("ScopeName") == semconv.RUNNER_SCOPE)).with_columns(Seconds=seconds)
+    stages = of_runner.filter(~is_root & (pl.col("ScopeName") == semconv.RUNNER_SCOPE))
     sums = stages.group_by(*ROLLOUT, "SpanName").agg(pl.col("Seconds").sum()).sort("SpanName")
     listed = sums.group_by(ROLLOUT).agg(**{"StageSeconds.Name": "SpanName", "StageSeconds.Value": "Seconds"})
-    return conform(last.join(listed, on=ROLLOUT, how="left").rename({"Timestamp": "StartedAt"}), TIMES)
+    return conform(last.join(listed, on=ROLLOUT, how="left"), TIMES)
 
 
 def _drops(dropped: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:

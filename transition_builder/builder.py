@@ -232,7 +232,7 @@ class Builder:
         roots = self._discovery.roots(outdated["RolloutId"]).filter("Final").join(outdated, on=ROLLOUT, how="semi")
         self._add_pending(roots)
         rootless = outdated.join(roots, on=ROLLOUT, how="anti")
-        named = claimed.select(ROLLOUT).with_row_index("row")
+        named = claimed[ROLLOUT].with_row_index("row")
         matching = named.join(rootless.select("RolloutId").unique(), on="RolloutId", how="semi").filter(
             (pl.col("RunId") == "") | pl.struct(ROLLOUT).is_in(rootless.select(pl.struct(ROLLOUT)).to_series().implode())
         )
@@ -351,7 +351,7 @@ class Builder:
         for batch in silent.iter_slices(ROLLOUTS_PER_READ):
             for rollouts in self._batch_sizes.of(self._claimed(batch)):
                 self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
-        concluded = pl.concat([current.select(ROLLOUT), roots.filter("Final").select(ROLLOUT)])
+        concluded = pl.concat([current[ROLLOUT], roots.filter("Final")[ROLLOUT]])
         self._rootless = without(self._rootless, due, rootless, concluded)
 
     def _silence(self) -> pl.Expr:

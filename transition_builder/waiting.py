@@ -48,7 +48,7 @@ def to_conclude(pending: pl.DataFrame, ending: pl.DataFrame, now: datetime) -> p
         ending: roots that have just arrived, with Mode.
         now: the store's clock.
     """
-    return pl.concat([rows.filter(~IS_BEHIND).select("RolloutId", "TraceId") for rows in (due(pending, now), ending)])
+    return pl.concat([rows.filter(~IS_BEHIND)[["RolloutId", "TraceId"]] for rows in (due(pending, now), ending)])
 
 
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from spangrad import semconv
 from transition_builder.calls.forest import Indices, Mask, SpanForest, chains, follow
@@ -72,11 +73,11 @@ def components(nodes: pl.DataFrame, forest: SpanForest, member: Mask, tops: Indi
     at = chains(places, enclosing)[:, ::-1]
     inside = at != forest.size
     own = pl.when("IsTool").then("ToolName").otherwise("AgentName")
-    names = nodes.select("IsTool", "ToolName", "AgentName", "SpanName")[at[inside]].select(pl.coalesce(own, "SpanName")).to_series()
-    return listed(names, np.nonzero(inside)[0], len(places)).gather(place_of)
+    names = nodes[["IsTool", "ToolName", "AgentName", "SpanName"]][at[inside]].select(pl.coalesce(own, "SpanName")).to_series()
+    return listed(names, np.nonzero(inside)[0], len(places))[place_of]
 
 
 def listed(names: pl.Series, owner: Indices, owners: int) -> pl.Series:
     """Return the names of each of so many owners, in their order."""
-    lists = pl.DataFrame({"owner": owner, "names": names}).group_by("owner", maintain_order=True).agg("names")
-    return pl.DataFrame({"owner": np.arange(owners)}).join(lists, on="owner", how="left", maintain_order="left")["names"].fill_null([])
+    ends = np.cumsum(np.bincount(owner, minlength=owners))
+    return pl.Series(pa.LargeListArray.from_arrays(np.append(0, ends), names[np.argsort(owner, kind="stable")].to_arrow()))

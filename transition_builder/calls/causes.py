@@ -23,10 +23,10 @@ def tool_calls(nodes: pl.DataFrame, forest: SpanForest, is_call: Mask) -> pl.Dat
     spans = np.flatnonzero(is_tool)
     above = forest.enclosing(is_tool | is_call | nodes["AgentName"].is_not_null().to_numpy())[spans]
     nested = np.append(is_tool, False)[above]
-    about = nodes.select(*ATTEMPT, *SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration")[spans]
+    about = nodes[[*ATTEMPT, *SPAN, "ToolName", "ToolFailed", *_FIRST, "Duration"]][spans]
     if not nested.any():
         return about.with_columns(Tool=spans, Nodes=pl.Series(spans[:, None], dtype=pl.List(pl.Int64)))
-    inner, outer = (nodes.select("ToolName", "ToolCallId")[at[nested]] for at in (spans, above))
+    inner, outer = (nodes[["ToolName", "ToolCallId"]][at[nested]] for at in (spans, above))
     same = (inner["ToolName"] == outer["ToolName"]).fill_null(False) | (inner["ToolCallId"] == outer["ToolCallId"]).fill_null(False)
     jump = np.arange(forest.size + 1)
     jump[spans[nested][same.to_numpy()]] = above[nested][same.to_numpy()]
@@ -46,7 +46,7 @@ def tool_calls(nodes: pl.DataFrame, forest: SpanForest, is_call: Mask) -> pl.Dat
 def spans_of(tools: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
     """Return a row each span of each tool call: Tool, and SPAN of the span; `nodes` are those that Tool and Nodes number."""
     spans = tools.select("Tool", Node="Nodes").explode("Node", empty_as_null=False)
-    return spans.select("Tool").hstack(nodes.select(SPAN)[spans["Node"]])
+    return spans[["Tool"]].hstack(nodes[SPAN][spans["Node"]])
 
 
 def asked_by_id(nodes: pl.DataFrame, tools: pl.DataFrame, events: Indices, attempt: Indices, call_of: Indices) -> Indices:
@@ -56,6 +56,8 @@ def asked_by_id(nodes: pl.DataFrame, tools: pl.DataFrame, events: Indices, attem
     `attempt` has the attempt of each event, `call_of` the event of the call that each node is part of (NO_CALL: none).
     """
     asked = np.full(tools.height, NO_CALL, dtype=np.int64)
+    if tools.is_empty():
+        return asked
     known = tools.select("ToolCallId", event=events, attempt=attempt[events], tool=pl.int_range(pl.len()))
     if (named := known.filter(pl.col("ToolCallId") != "")).height:
         requested = dialects.asked_tools(nodes)

@@ -40,8 +40,9 @@ class SpanForest:
     @classmethod
     def of_spans(cls, spans: pl.DataFrame) -> SpanForest:
         """Link spans (TraceId, SpanId, ParentSpanId; node = row) to their parents."""
-        index = spans.select("TraceId", ParentSpanId="SpanId").with_row_index("parent")
-        linked = spans.select("TraceId", "ParentSpanId").join(index, on=["TraceId", "ParentSpanId"], how="left", maintain_order="left")
+        index = spans[SPAN].with_row_index("parent")
+        links = spans[["TraceId", "ParentSpanId"]]
+        linked = links.join(index, left_on=["TraceId", "ParentSpanId"], right_on=SPAN, how="left", maintain_order="left")
         return cls.of(linked["parent"].cast(pl.Int64).fill_null(spans.height).to_numpy())
 
     def with_parents(self, children: Indices, parents: Indices) -> SpanForest:
@@ -129,5 +130,7 @@ def chains(start: Indices, above: Indices) -> Indices:
 
 def nodes_of(spans: pl.DataFrame, nodes: pl.DataFrame) -> Indices:
     """Return the nodes of spans, in their order; spans that are none of them are left out."""
-    index = nodes.select(SPAN).with_row_index("node")
-    return spans.select(SPAN).join(index, on=SPAN, maintain_order="left")["node"].cast(pl.Int64).to_numpy()
+    if spans.is_empty():
+        return np.zeros(0, dtype=np.int64)
+    index = nodes[SPAN].with_row_index("node")
+    return spans[SPAN].join(index, on=SPAN, maintain_order="left")["node"].cast(pl.Int64).to_numpy()

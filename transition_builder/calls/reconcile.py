@@ -25,8 +25,8 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import HELD_OUT_MODES, DropReason
 from transition_builder.calls.reconstruct import UNKNOWN
 from transition_builder.calls.retries import failed
-from transition_builder.frames import Verdict
-from transition_builder.schemas import ATTEMPT, NANOSECONDS, ROLLOUT, SAMPLING
+from transition_builder.frames import Verdict, empty
+from transition_builder.schemas import ATTEMPT, DROPS, NANOSECONDS, ROLLOUT, SAMPLING
 
 RETOKENIZED = "retokenized"
 """IdsSource of token ids that the gateway computed from a text."""
@@ -159,7 +159,10 @@ def _first_reasons(calls: pl.DataFrame, rules: list[Rule]) -> tuple[pl.Series, p
 
 def empty_rollouts(rollouts: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
     """Return one drop for each rollout whose final attempt has no calls."""
-    alone = rollouts.join(calls.select(ATTEMPT), on=ATTEMPT, how="anti").rename({"Detail": "root_detail"})
+    alone = rollouts.join(calls[ATTEMPT], on=ATTEMPT, how="anti")
+    if alone.is_empty():
+        return empty(DROPS)
+    alone = alone.rename({"Detail": "root_detail"})
     return alone.with_columns(
         *_first_reasons(alone, [*_OF_ROLLOUT, (DropReason.NO_CALLS, pl.lit(True), _NOTHING)]),
         ChoiceIndex=pl.lit(0),

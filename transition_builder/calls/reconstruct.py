@@ -120,14 +120,15 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
         }
     )[event_of_row]
     around = components(nodes, forest, groups.member, outermost[event_of_row])
-    ran_tools = listed(caused["ToolName"].fill_null(""), cause, len(sort))[event_of_row]
+    is_caused = np.flatnonzero(cause != NO_CALL)
+    ran_tools = listed(caused["ToolName"][is_caused].fill_null(""), cause[is_caused], len(sort))[event_of_row]
     return Reconstructed(choices.with_columns(*places, Components=around, Tools=ran_tools, DuplicateOf=duplicate_of), caused)
 
 
 def _choices(nodes: pl.DataFrame, groups: CallGroups, recorded: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
     """Return the canonical calls, a row a choice: those of the gateway, and those of groups without it."""
     facts = {"Convention": pl.lit("gateway"), "Unfinished": pl.lit(False), "Innermost": "Node"}
-    choices = recorded.with_columns(ClientNode=groups.representatives(recorded["Node"].to_numpy()), **facts).select(_CANONICAL)
+    choices = recorded.with_columns(ClientNode=groups.representatives(recorded["Node"].to_numpy()), **facts)[_CANONICAL]
     innermost = groups.calls()
     if not len(innermost):
         return choices
@@ -138,7 +139,7 @@ def _choices(nodes: pl.DataFrame, groups: CallGroups, recorded: pl.DataFrame, an
         Innermost=innermost,
         ClientNode=pl.lit(nodes.height, pl.Int64),
     )
-    return pl.concat([choices, dialects.calls(spans, answers).select(_CANONICAL)], how="vertical_relaxed")
+    return pl.concat([choices, dialects.calls(spans, answers)[_CANONICAL]], how="vertical_relaxed")
 
 
 def _events(choices: pl.DataFrame, tools: pl.DataFrame) -> pl.DataFrame:

@@ -39,9 +39,9 @@ def unused(nodes: pl.DataFrame, groups: CallGroups, calls: Indices, outcome: pl.
 def _answered(nodes: pl.DataFrame, groups: CallGroups, heads: Indices, answers: pl.DataFrame) -> set[tuple[int, str]]:
     """Return the response ids that clients' spans name, nested clients included, each with the outer client's node."""
     clients = np.flatnonzero((groups.distance == CLIENT) & np.isin(groups.clients[:-1], heads))
-    spans = nodes.select(*SPAN, "ResponseId")[clients].with_columns(head=groups.clients[clients])
-    raw = spans.drop("ResponseId").join(answers.select(*SPAN, "ResponseId"), on=SPAN)
-    named = pl.concat([part.select("head", "ResponseId") for part in (spans, raw)])
+    spans = nodes[[*SPAN, "ResponseId"]][clients].with_columns(head=groups.clients[clients])
+    raw = spans.drop("ResponseId").join(answers[[*SPAN, "ResponseId"]], on=SPAN)
+    named = pl.concat([part[["head", "ResponseId"]] for part in (spans, raw)])
     return {*named.filter(pl.col("ResponseId") != "").iter_rows()}
 
 

@@ -74,7 +74,7 @@ def link(
     unrecorded = ~np.isin(tops, groups.roots[:-1][groups.distance == GATEWAY])
     if not unrecorded.any():
         return forest, groups
-    attempts = nodes.select(ATTEMPT)[tops].with_columns(top=tops, unrecorded=unrecorded).group_by(ATTEMPT).agg("top", "unrecorded")
+    attempts = nodes[ATTEMPT][tops].with_columns(top=tops, unrecorded=unrecorded).group_by(ATTEMPT).agg("top", "unrecorded")
     # A single unrecorded group needs no matching; beside linked ones it may have ended in an error before it reached the gateway.
     ambiguous = attempts.filter(pl.col("unrecorded").list.any() & (pl.col("top").list.len() > 1))["top"]
     known = _call_spans(nodes, forest, groups, recorded, answers, ambiguous.explode().to_numpy())
@@ -95,7 +95,7 @@ def _call_spans(
 ) -> dict[int, CallSpans]:
     """Return the facts of groups that the rules compare, by their outermost spans."""
     at = np.flatnonzero(np.isin(groups.roots[:-1], tops))
-    spans = nodes.select(*SPAN, *_SPAN_FACTS, *_RESPONSE_FACTS)[at]
+    spans = nodes[[*SPAN, *_SPAN_FACTS, *_RESPONSE_FACTS]][at]
     spans = spans.with_columns(
         *times(spans), Node=at, Top=groups.roots[at], Distance=groups.distance[at], Depth=groups.tree.depth[at]
     ).sort("Depth", *SPAN)

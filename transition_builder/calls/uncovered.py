@@ -38,7 +38,7 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
 
 def _holders(spans: pl.DataFrame, rows: pl.Series) -> pl.DataFrame:
     """Return the keys of those of some rows that hold an answer, each once."""
-    among = spans.select(*SPAN, *_ANSWERING)[rows]
+    among = spans[[*SPAN, *_ANSWERING]][rows]
     if among.height:
         among = among.filter(dialects.holds_answer(among))
-    return among.select(*SPAN, "Timestamp", "ServiceName", "SpanName").unique(SPAN, keep="first", maintain_order=True)
+    return among[[*SPAN, "Timestamp", "ServiceName", "SpanName"]].unique(SPAN, keep="first", maintain_order=True)

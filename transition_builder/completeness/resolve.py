@@ -128,7 +128,7 @@ def _of_interest(keys: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     if (keys["RunId"] != "").all():
         ours = keys[ROLLOUT].to_struct().is_in(rollouts[ROLLOUT].to_struct().implode())
         return keys[ATTEMPT] if ours.all() else keys.select(pl.when(ours).then(name).alias(name) for name in ATTEMPT)
-    runs = rollouts.select(ROLLOUT).group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
+    runs = rollouts[ROLLOUT].group_by("RolloutId").agg(pl.col("RunId").unique().alias("runs"))
     keyed = keys.join(runs, on="RolloutId", how="left", maintain_order="left")
     only = pl.when(pl.col("runs").list.len() == 1).then(pl.col("runs").list.first())
     run = pl.when(pl.col("RunId") == "").then(only).otherwise("RunId")

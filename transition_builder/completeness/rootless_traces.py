@@ -88,8 +88,8 @@ def outdated_rollouts(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFram
         built: BUILT.
     """
     newest = arrived.group_by(ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
-    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built.select(*ROLLOUT, "Watermark"), on="RolloutId")
-    named = newest.join(built.select(*ROLLOUT, "Watermark"), on=ROLLOUT)
+    unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built[[*ROLLOUT, "Watermark"]], on="RolloutId")
+    named = newest.join(built[[*ROLLOUT, "Watermark"]], on=ROLLOUT)
     return (
         pl.concat([named, unnamed], how="diagonal")
         .filter(pl.col("LastArrival") > pl.col("Watermark"))

@@ -58,7 +58,7 @@ def gather(
     reported = concat([evaluations.events(rows, rollouts), evaluations.scores(nodes, rollouts)], REPORTED)
     sources = [evaluations.resolve_targets(reported, calls, nodes, caused), by_sql.filter(pl.col("Name").is_in(spec.sql_rewards))]
     if spec.rules:
-        rewarded = calls.join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT, maintain_order="left")
+        rewarded = calls.join(rollouts[[*ATTEMPT, "Mode"]], on=ATTEMPT, maintain_order="left")
         rule_input = RuleInput(rewarded, caused, frames.responses, by_sql, nodes, columns.used(spec), frames.tool_events, frames.tool_logs)
         sources.append(air.earned(spec, rule_input))
     chosen = precedence.by_precedence(concat(sources, REPORTED))

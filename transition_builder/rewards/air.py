@@ -44,7 +44,7 @@ RULES: Mapping[str, Callable[[AirRule, RuleInput], pl.DataFrame]] = {
 
 def earned(spec: BuilderSettings, rule_input: RuleInput) -> pl.DataFrame:
     """Return the rewards that the rules of a specification give, as REPORTED."""
-    calls_with_agent = rule_input.placed.select("RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName")
+    calls_with_agent = rule_input.placed[["RunId", "Mode", "RolloutId", "Attempt", "CallId", "AgentName"]]
     earnings = list[pl.DataFrame]()
     for rule in spec.rules:
         rows = RULES[rule.kind](rule, rule_input).join(calls_with_agent, on="CallId", maintain_order="left")

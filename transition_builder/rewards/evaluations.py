@@ -33,25 +33,24 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     """
     if rows.is_empty():
         return empty(REPORTED)
-    root = rollouts.select(*ROLLOUT, *SPAN).with_columns(is_root=pl.lit(True))
+    score = attribute(semconv.EVALUATION_SCORE)
+    on_root = (pl.col("TraceId") == pl.col("TraceId_of_root")) & (pl.col("SpanId") == pl.col("SpanId_of_root"))
     scored = (
-        rows.join(root, on=[*ROLLOUT, *SPAN], how="left")
-        .drop("Mode")
-        .join(rollouts.select(*ROLLOUT, "Mode"), on=ROLLOUT)
+        rows.filter(score.is_not_null())
+        .join(rollouts[[*ROLLOUT, *SPAN, "Mode"]], on=ROLLOUT, suffix="_of_root")
         .with_columns(
+            Mode="Mode_of_root",
             Name=attribute(semconv.EVALUATION_NAME).fill_null(semconv.REWARD_NAME),
             Role=_ROLE,
-            score=attribute(semconv.EVALUATION_SCORE),
+            Value=score.cast(pl.Float64, strict=False),
             ResponseId=attribute(semconv.GEN_AI_RESPONSE_ID),
             Speaker=pl.when(pl.col("ProcessId") != "").then("ProcessId").otherwise("ServiceName"),
             Source=pl.when(pl.col("RowKind") == "evaluation_log")
             .then(pl.lit(RewardSource.EVALUATION_LOG.value))
-            .when(pl.col("is_root"))
+            .when(on_root)
             .then(pl.lit(RewardSource.RUNNER.value))
             .otherwise(pl.lit(RewardSource.EVALUATION_EVENT.value)),
         )
-        .filter(pl.col("score").is_not_null())
-        .with_columns(Value=pl.col("score").cast(pl.Float64, strict=False))
     )
     return as_reported(scored)
 
@@ -86,10 +85,10 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
     """
     if rows.is_empty():
         return empty(REPORTED)
-    valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts.select(*ATTEMPT, "Mode"), on=ATTEMPT)
+    valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts[[*ATTEMPT, "Mode"]], on=ATTEMPT)
     of_span = valued.filter(pl.col("SpanId") != "")
     if of_span.height:
-        spans = nodes.select(*ATTEMPT, *SPAN).rename({"TraceId": "trace"})
+        spans = nodes[[*ATTEMPT, *SPAN]].rename({"TraceId": "trace"})
         resolved = of_span.join(spans, on=[*ATTEMPT, "SpanId"]).filter((pl.col("TraceId") == "") | (pl.col("TraceId") == pl.col("trace")))
         valued = pl.concat([valued.filter(pl.col("SpanId") == ""), resolved.with_columns(TraceId="trace").select(valued.columns)])
     fault = pl.when(pl.col("Value").is_null()).then(pl.lit(f"{NO_VALUE} by SQL")).otherwise(pl.lit(f"{NOT_FINITE}, by SQL"))
@@ -134,7 +133,7 @@ def _targets(calls: pl.DataFrame, nodes: pl.DataFrame) -> tuple[pl.DataFrame, pl
     counting = pl.when(pl.col("DuplicateOf") != "").then("DuplicateOf").otherwise("CallId")
     identity = calls.select(*ATTEMPT, *SPAN, "Retried", "Order", "ChoiceIndex", "ResponseId", "ClientNode", CallId=counting)
     latest = identity.sort("Retried", "Order", "ChoiceIndex", descending=[False, True, False])
-    client = nodes.select(*SPAN).with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
+    client = nodes[SPAN].with_row_index("ClientNode").with_columns(pl.col("ClientNode").cast(pl.Int64))
     own = latest.select(*ATTEMPT, *SPAN, pl.col("CallId").alias("by_span"))
     through = latest.select(*ATTEMPT, "ClientNode", pl.col("CallId").alias("by_span")).join(client, on="ClientNode", maintain_order="left")
     by_span = pl.concat([own, through.select(own.columns)]).unique([*ATTEMPT, *SPAN], keep="first", maintain_order=True)

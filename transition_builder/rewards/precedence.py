@@ -66,9 +66,9 @@ def faults(rollouts: pl.DataFrame, chosen: pl.DataFrame, *, by_rules: bool = Fal
         by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
     bad = _without_value(chosen) if chosen["Value"].has_nulls() else empty(_WITHOUT_VALUE)
-    concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value).select(ROLLOUT).unique()
+    concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value)[ROLLOUT].unique()
     return (
-        rollouts.select(ROLLOUT)
+        rollouts[ROLLOUT]
         .join(bad, on=ROLLOUT, how="left")
         .join(concluded.with_columns(concluded=pl.lit(True)), on=ROLLOUT, how="left")
         .filter(pl.col("why").is_not_null() | (pl.col("concluded").is_null() & (not by_rules)))

@@ -29,12 +29,10 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
         placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, ChoiceIndex, Turn (null: no turn) and Kept.
     """
     calls = placed.sort("Order", "ChoiceIndex", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
-    kept = calls.filter("Kept").select(*ATTEMPT, "at", pl.col("CallId").alias("target"), pl.col("Turn").alias("of_target"))
-    first = kept.unique(ATTEMPT, keep="first", maintain_order=True).select(
-        *ATTEMPT, pl.col("target").alias("first"), pl.col("of_target").alias("of_first")
-    )
+    kept = calls.filter("Kept").select(*ATTEMPT, "at", target="CallId", of_target="Turn")
+    first = kept.group_by(ATTEMPT, maintain_order=True).agg(first=pl.col("target").first(), of_first=pl.col("of_target").first())
     given = (
-        rewards.join(calls.select(*ATTEMPT, "CallId", "at"), on=[*ATTEMPT, "CallId"], how="left")
+        rewards.join(calls[[*ATTEMPT, "CallId", "at"]], on=[*ATTEMPT, "CallId"], how="left")
         .with_columns(pl.col("at").fill_null(_BEYOND))
         .sort("at")
         .join_asof(kept, on="at", by=ATTEMPT, strategy="backward", check_sortedness=False)
@@ -51,9 +49,8 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
         given = given.with_columns(Turn=pl.when(moved).then(earned).otherwise("Turn"))
     return (
         given.sort("rank", "Name", "Role", *SPAN)
-        .group_by("target", maintain_order=True)
+        .group_by(CallId="target", maintain_order=True)
         .agg(pl.col(name).alias(f"Rewards.{name}") for name in SPREAD)
-        .rename({"target": "CallId"})
     )
 
 
@@ -62,4 +59,4 @@ def _turns(calls: pl.DataFrame) -> pl.DataFrame:
     orders = calls.group_by(*ATTEMPT, "Order").agg(pl.col("Turn").max()).sort(*ATTEMPT, "Order")
     before = pl.col("Turn").forward_fill().over(ATTEMPT)
     earned = orders.select(*ATTEMPT, "Order", earned=pl.coalesce("Turn", before + 1, pl.lit(0)))
-    return calls.select(*ATTEMPT, "CallId", "Order").join(earned, on=[*ATTEMPT, "Order"]).drop("Order")
+    return calls[[*ATTEMPT, "CallId", "Order"]].join(earned, on=[*ATTEMPT, "Order"]).drop("Order")

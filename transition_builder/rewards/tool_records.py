@@ -88,7 +88,7 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame) -> tup
 def _tools(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans of tools, of any convention, each once."""
     once = spans.filter(pl.col("RowKind") == "span").unique(SPAN, keep="first", maintain_order=True)
-    return dialects.describe(once).filter("IsTool").select(*SPAN, "Timestamp", "Duration", "ServiceName", "SpanName").sort("Timestamp")
+    return dialects.describe(once).filter("IsTool")[[*SPAN, "Timestamp", "Duration", "ServiceName", "SpanName"]].sort("Timestamp")
 
 
 def _statements(tools: pl.DataFrame) -> Iterator[pl.DataFrame]:

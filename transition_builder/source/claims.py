@@ -110,7 +110,7 @@ class Claims:
             return rollouts
         live = self._live(rollouts, built)
         free = rollouts.join(live.filter(pl.col("Builder") != self._builder), on=ROLLOUT, how="anti", maintain_order="left")
-        unclaimed = free.join(live, on=ROLLOUT, how="anti", maintain_order="left").select(ROLLOUT).unique()
+        unclaimed = free.join(live, on=ROLLOUT, how="anti", maintain_order="left")[ROLLOUT].unique()
         if unclaimed.is_empty():
             return free
         self._write(unclaimed)

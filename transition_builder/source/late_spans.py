@@ -46,7 +46,7 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     own_rows = own_rows.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
     unnamed = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
     if unnamed.height:
-        inherited = own_rows.select("run", "RolloutId", "TraceId").unique().join(unnamed, on="TraceId")
+        inherited = own_rows[["run", "RolloutId", "TraceId"]].unique().join(unnamed, on="TraceId")
         own_rows = pl.concat([own_rows, inherited.select(own_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
     counted = own_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
     return conform(counted.rename({"run": "RunId"}), COUNTED)
@@ -69,4 +69,4 @@ def with_new_rows(built: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
         built: BUILT.
         counted: of `count`, for the same rollouts.
     """
-    return built.join(counted, on=ROLLOUT).filter(pl.col("Rows") > pl.col("RowsRead")).select(*ROLLOUT, "Rows")
+    return built.join(counted, on=ROLLOUT).filter(pl.col("Rows") > pl.col("RowsRead"))[[*ROLLOUT, "Rows"]]

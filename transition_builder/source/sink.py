@@ -18,7 +18,7 @@ from functools import cache, cached_property
 import polars as pl
 
 from spangrad.types import transition_id
-from transition_builder.frames import Built, conform
+from transition_builder.frames import Built, concat, conform
 from transition_builder.schemas import BUILDS, DROPS, NANOSECONDS, REWARDS, ROLLOUT, TOOL_CALLS, TRANSITIONS, Schema
 from transition_builder.source.known_builds import KnownBuilds
 from transition_builder.source.queries import StoreReader
@@ -30,6 +30,7 @@ _AFTER = {"BuildSpec", "Revision", "Content", "TransitionId"}
 """Columns that follow from the conclusions."""
 _LONG = {"PromptIds", "ResponseIds", "Logprobs"}
 """Columns that CallId determines: their length is enough."""
+_TEXTS = dict.fromkeys([*ROLLOUT, "text"], pl.String())
 _BETWEEN, _WITHIN = "\x1f", "\x1e"
 
 
@@ -101,8 +102,8 @@ def revise(built: Built, rollouts: pl.DataFrame, before: pl.DataFrame, spec: str
     rows = replace(built, **{table: _stamp(getattr(built, table), news, schema) for table, schema in _TABLES.items()})
     later = rows.transitions.filter(pl.col("Revision") > 0)
     if later.height:
-        names = [transition_id(*row) for row in later.select("CallId", "BuildSpec", "Revision").iter_rows()]
-        of_later = later.select(*ROLLOUT, "CallId").with_columns(pl.Series("TransitionId", names, dtype=pl.String))
+        names = [transition_id(*row) for row in later[["CallId", "BuildSpec", "Revision"]].iter_rows()]
+        of_later = later[[*ROLLOUT, "CallId"]].with_columns(pl.Series("TransitionId", names, dtype=pl.String))
         rows = replace(rows, transitions=rows.transitions.update(of_later, on=[*ROLLOUT, "CallId"]))
     return Written(rows, rollouts.join(news, on=ROLLOUT), spec, builder)
 
@@ -111,7 +112,7 @@ def _stamp(rows: pl.DataFrame, news: pl.DataFrame, schema: Schema) -> pl.DataFra
     """Return the rows of rollouts in `news`, stamped with their revision and content."""
     if rows.is_empty():
         return conform(rows, schema)
-    at = rows.select(ROLLOUT).with_row_index("row").join(news, on=ROLLOUT, maintain_order="left")
+    at = rows[ROLLOUT].with_row_index("row").join(news, on=ROLLOUT, maintain_order="left")
     whole = rows if at.height == rows.height else rows[at["row"]]
     return conform(whole.with_columns(at["Revision"], at["Content"]), schema)
 
@@ -155,11 +156,12 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
 
 def contents(built: Built) -> pl.DataFrame:
     """Return RunId, RolloutId and Content of each rollout with conclusions; Content is independent of the order of rows."""
-    rows = pl.concat([getattr(built, table).select(*ROLLOUT, text=_text_of(table)) for table in _TABLES])
+    filled = {table: rows for table in _TABLES if (rows := getattr(built, table)).height}
+    rows = concat((rows.select(*ROLLOUT, text=_text_of(table)) for table, rows in filled.items()), _TEXTS)
     # As bytes: a store may hold text that is not UTF-8.
     hashes = [int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) for text in rows["text"].cast(pl.Binary)]
-    hashed = rows.select(ROLLOUT).with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
-    concluded = pl.concat([built.transitions.select(ROLLOUT), built.drops.select(ROLLOUT)]).unique()
+    hashed = rows[ROLLOUT].with_columns(pl.Series("hash", hashes, dtype=pl.UInt64))
+    concluded = pl.concat([built.transitions[ROLLOUT], built.drops[ROLLOUT]])
     # A sum in UInt64 wraps around, as intended: each row counts, in any order.
     return hashed.group_by(ROLLOUT).agg(Content=pl.col("hash").sum()).join(concluded, on=ROLLOUT, how="semi").sort(ROLLOUT)
 

@@ -38,7 +38,7 @@ def python(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
         RuleError: the function raised, or returned something else than a number or null for each call.
     """
     calls = rule_input.columns.select(*IDENTITY, *(COLUMNS if rule.columns is None else rule.columns))
-    spans = rule_input.columns.select("CallId", *SPAN)
+    spans = rule_input.columns[["CallId", *SPAN]]
     if calls.is_empty():
         return spans.with_columns(Value=pl.lit(None, pl.Float64))
     values = _numbers(rule, _returned(rule, load(rule), calls), calls)

@@ -76,7 +76,7 @@ class RuleInput:
     @cached_property
     def answered(self) -> pl.DataFrame:
         """Return calls whose responses were recorded: CallId, its span, AgentName, ParentCallId, Text, ToolCalls."""
-        identity = self.used.select(*CHOICE, "CallId", "ParentCallId", "AgentName")
+        identity = self.used[[*CHOICE, "CallId", "ParentCallId", "AgentName"]]
         return identity.join(self.answers, on=CHOICE, maintain_order="left")
 
     @cached_property
@@ -138,7 +138,7 @@ def with_records(tools: pl.DataFrame, nodes: pl.DataFrame, events: pl.DataFrame,
     spans = spans.select("Tool").hstack(facts)
     of_events = spans.join(events, on=SPAN, maintain_order="left_right")
     of_logs = spans.join(logs, on=SPAN, maintain_order="left_right")
-    recorded = pl.concat([rows.select("Tool", "ExceptionType") for rows in (of_events, of_logs)]).filter(pl.col("ExceptionType") != "")
+    recorded = pl.concat([rows[["Tool", "ExceptionType"]] for rows in (of_events, of_logs)]).filter(pl.col("ExceptionType") != "")
     reported = spans.select("Tool", ExceptionType="ErrorType").filter(pl.col("ExceptionType").fill_null("") != "")
     types = pl.concat([recorded, reported.join(recorded, on="Tool", how="anti", maintain_order="left")])
     parts = (
