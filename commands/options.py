@@ -84,3 +84,11 @@ def log_to_stderr() -> None:
     # Their warnings repeat what our own errors say.
     for driver in ("urllib3.connectionpool", "clickhouse_connect"):
         logging.getLogger(driver).setLevel(logging.ERROR)
+
+
+def limit_builder_threads() -> None:
+    """Make the builder compute on one thread, unless POLARS_MAX_THREADS says otherwise; before anything imports Polars.
+
+    The builder's frames are small, so that threads cost more CPU time than they save.
+    """
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")

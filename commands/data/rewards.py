@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, require_directory, resolve
+from commands.options import ConfigFile, Overrides, limit_builder_threads, log_to_stderr, require_directory, resolve
 from commands.stopped_store import answering_store
 from commands.times import parse_time_or_age
 
@@ -95,6 +95,7 @@ def _backfill(
     builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": sql_rewards})
     versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
     log_to_stderr()
+    limit_builder_threads()
     with answering_store(settings.store) as store:
         client = connect(store)
         from commands.console import rollout_progress

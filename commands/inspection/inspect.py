@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from commands.options import ConfigFile, Overrides, resolve
+from commands.options import ConfigFile, Overrides, limit_builder_threads, resolve
 from spangrad import semconv
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.json_http import ask
@@ -98,6 +98,8 @@ def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
     """
     from commands.stopped_store import own_store
     from spangrad.store.clickhouse import connect, store_errors
+
+    limit_builder_threads()
     from transition_builder import loop
 
     read = {file: _read(file) for file in files}

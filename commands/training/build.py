@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from datetime import datetime
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from commands.options import ConfigFile, Overrides, limit_builder_threads, log_to_stderr, resolve
 from spangrad.errors import SettingsError
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,7 @@ def build(
         raise SettingsError("--follow waits for new spans; --all and --as-of build what has arrived. Leave one out.")
     settings = resolve(config, set_, {"builder.as_of": as_of.isoformat() if as_of else None})
     log_to_stderr()
-    # The builder's frames are small, so threads cost more CPU time than they save.
-    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    limit_builder_threads()
     from transition_builder import loop
 
     if follow:
