@@ -126,18 +126,17 @@ def _stamp(frame: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
 
 def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, spec: BuilderSettings) -> pl.DataFrame:
     ids = transition_ids(kept["CallId"], spec.spec, REVISION)
+    # Retokenised calls name no version, and are kept only where the specification asks for them.
+    known = pl.col("Versions.Start").list.len() > 0
+    versions = {name: pl.when(known).then(name).otherwise(pl.lit([0], dtype)) for name, dtype in VERSIONS.items()}
     rows = (
         _stamp(kept, spec)
         .with_columns(
             pl.Series("TransitionId", ids, dtype=pl.String),
             pl.col("Temperature").fill_null(RETOKENIZED_TEMPERATURE),
-            **{
-                # Retokenised calls name no version, and are kept only where the specification asks for them.
-                name: pl.when(pl.col("Versions.Start").list.len() > 0).then(name).otherwise(pl.lit([0], dtype))
-                for name, dtype in VERSIONS.items()
-            },
+            **versions,
+            Version=versions["Versions.Version"].list.first(),
         )
-        .with_columns(Version=pl.col("Versions.Version").list.first())
         .join(given, on="CallId", how="left")
         .with_columns(pl.col(f"Rewards.{name}" for name in rewards.SPREAD).fill_null([]))
         .sort(*ATTEMPT, "Turn", "ChoiceIndex", "CallId")

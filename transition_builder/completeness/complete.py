@@ -94,15 +94,14 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
         pl.col("LastArrival").max().alias("last_arrival"),
     )
+    lacks = pl.col("Calls") > pl.col("arrived").fill_null(0)
     lacking = (
         roots.join(last, on=ROLLOUT)
         .join(counts, on=ATTEMPT, how="left")
-        .with_columns(pl.col("arrived").fill_null(0))
-        .with_columns(lacks=pl.col("Calls") > pl.col("arrived"))
         .group_by(ROLLOUT)
         .agg(
             pl.col("arrived").filter(pl.col("Attempt") == pl.col("final_attempt")).sum(),
-            (pl.col("lacks").fill_null(False) & (pl.col("Attempt") < pl.col("final_attempt"))).any().alias("earlier_lack"),
+            (lacks.fill_null(False) & (pl.col("Attempt") < pl.col("final_attempt"))).any().alias("earlier_lack"),
             ((pl.col("Attempt") <= pl.col("final_attempt")).sum() <= pl.col("final_attempt").first()).alias("roots_lack"),
         )
     )
@@ -110,14 +109,13 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     expired = now - pl.col("IngestedAt") >= pl.duration(milliseconds=round(spec.incomplete_after_seconds * 1000))
     quiet = now - pl.max_horizontal("IngestedAt", "last_arrival") >= pl.duration(milliseconds=round(spec.quiet_seconds * 1000))
     whole = pl.when(counted).then(pl.col("arrived") >= pl.col("Calls")).otherwise(quiet)
-    concluded = (pl.col("Failure") != "") | (pl.col("evaluations") > 0) | pl.lit(not spec.waits_for_reward)
+    concluded = (pl.col("Failure") != "") | (pl.col("evaluations").fill_null(0) > 0) | pl.lit(not spec.waits_for_reward)
     settled = concluded & ~pl.col("earlier_lack") & ~pl.col("roots_lack")
     missing = pl.format("{} of {} calls arrived within {} s", "arrived", "Calls", pl.lit(f"{spec.incomplete_after_seconds:g}")) + pl.when(
         pl.col("Failure") != ""
     ).then(pl.format("; the attempt failed: {}", "Failure")).otherwise(pl.lit(""))
     return conform(
         final.join(seen, on=ROLLOUT, how="left")
-        .with_columns(pl.col("evaluations").fill_null(0))
         .join(lacking, on=ROLLOUT, how="left")
         .with_columns(
             Verdict=pl.when(whole & (settled | expired))

@@ -42,14 +42,13 @@ def count(tallied: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
     by_name = rollouts.select(run="RunId", RolloutId="RolloutId").join(
         tallied.with_columns(RolloutId="RolloutKey"), on="RolloutId", maintain_order="left"
     )
-    own_rows = by_name.filter((pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run")))
-    own_rows = own_rows.filter(NAMED | ~NAMED.any().over("run", "RolloutId"))
+    of_run = (pl.col("RunId") == "") | (pl.col("RunId") == pl.col("run"))
+    own_rows = by_name.filter(of_run & (NAMED | ~(of_run & NAMED).any().over("run", "RolloutId")))
     unnamed = tallied.filter(~NAMED & (pl.col("TraceId") != ""))
     if unnamed.height:
         inherited = own_rows[["run", "RolloutId", "TraceId"]].unique().join(unnamed, on="TraceId")
         own_rows = pl.concat([own_rows, inherited.select(own_rows.columns)]).unique(["run", "RolloutId", *_GROUP])
-    counted = own_rows.group_by("run", "RolloutId").agg(pl.col("Rows").sum())
-    return conform(counted.rename({"run": "RunId"}), COUNTED)
+    return conform(own_rows.group_by("RolloutId", RunId="run").agg(pl.col("Rows").sum()), COUNTED)
 
 
 def maybe_incomplete(built: pl.DataFrame) -> pl.DataFrame:
