@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import polars as pl
 import pytest
 
 from spangrad.settings import AirRule, Settings, StoreSettings
@@ -13,6 +14,7 @@ from tests.support.policies import trainer_settings
 from tests.support.spans import SpanFactory
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
+from transition_builder.source import queries
 
 LONG = 3000
 
@@ -108,3 +110,15 @@ def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> Non
         (name, f"{name} of url()") for name in names
     ]
     assert loaded.cancelled == {"s3(x)"}
+
+
+@pytest.mark.parametrize("copied_bytes", [0, queries._COPIED_BYTES], ids=["in the URL", "in the body"])
+def test_store_reader_insert_statement_in_url_or_body_writes_same_rows(
+    store: StoreSettings, copied_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queries, "_COPIED_BYTES", copied_bytes)
+    names = ["see s3(bucket)", "FORMAT Values\n('a')", "o'clock \\ --", "ü\x01,", ""]
+    claims = pl.DataFrame({"BuildSpec": f"spec {copied_bytes}", "RunId": names, "RolloutId": names, "Builder": "me"})
+    queries.StoreReader(connect(store), Settings(store=store)).insert("claims", claims)
+    stored = rows(store, f"SELECT RunId, RolloutId, Builder FROM spangrad_internal.claims WHERE BuildSpec = 'spec {copied_bytes}'")
+    assert sorted(stored) == sorted((name, name, "me") for name in names)

@@ -25,6 +25,8 @@ _QUERIES = 20
 """Number of statements from which one statement that reads everything is cheaper."""
 _WHOLE = {**LONG, "enable_http_compression": 0, "buffer_size": 16 * 2**20}
 """Query settings: one uncompressed block up to this many bytes; chunks and compression cost both sides more than copies do."""
+_COPIED_BYTES = 2**20
+"""Largest size of rows that are copied behind the statement that inserts them, in bytes."""
 _OF_REVISION = ("Revision", "Content", "Watermark", "RowsRead")
 _NEWEST = """
 SELECT RunId, RolloutId, Revision, Content, toUnixTimestamp64Micro(Watermark) AS Watermark, RowsRead,
@@ -84,8 +86,11 @@ class StoreReader:
         Raises:
             StoreError: the store failed.
         """
+        buffer = rows.rechunk().write_ipc_stream(None, compression="lz4", compat_level=pl.CompatLevel.oldest())
+        # The driver puts the statement before bytes, and beside another buffer into the URL, which it encodes letter by letter.
+        block = buffer.getvalue() if buffer.tell() <= _COPIED_BYTES else buffer.getbuffer()
         with store_errors(self.url):
-            self.client.insert_arrow(f"spangrad_internal.{table}", rows.rechunk().to_arrow(compat_level=pl.CompatLevel.oldest()))
+            self.client.raw_insert(f"spangrad_internal.{table}", rows.columns, block, fmt="ArrowStream")  # pyright: ignore[reportArgumentType]  # any buffer
 
 
 def query(
