@@ -21,15 +21,15 @@ def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
         calls: CALLS; those that do not name their rollout cover nothing here, because they may turn out to belong to no rollout.
     """
     links = [*SPAN, "ParentSpanId"]
-    recorded = calls.select("RolloutKeySource", *links).filter(NAMED).select(links)
-    real = spans.select("RowKind", *links).with_row_index("row").filter(pl.col("RowKind") == "span")
+    recorded = calls[["RolloutKeySource", *links]].filter(NAMED)[links]
+    real = spans[["RowKind", *links]].with_row_index("row").filter(pl.col("RowKind") == "span")
     # Usually nothing lies between a client and the gateway: then only the other spans are examined.
-    parents = recorded.select("TraceId", SpanId="ParentSpanId")
+    parents = recorded[["TraceId", "ParentSpanId"]].rename({"ParentSpanId": "SpanId"})
     apart = _holders(spans, real.join(parents, on=SPAN, how="anti", maintain_order="left")["row"])
     if apart.is_empty():
         return apart
     holders = pl.concat([apart, _holders(spans, real.join(parents, on=SPAN, how="semi")["row"])])
-    own = real.select(links).unique(SPAN, keep="first", maintain_order=True)
+    own = real[links].unique(SPAN, keep="first", maintain_order=True)
     nodes = pl.concat([own, recorded.unique(SPAN, maintain_order=True).join(own, on=SPAN, how="anti")])
     forest = SpanForest.of_spans(nodes)
     covered = forest.nearest(forest.mask(nodes_of(holders, nodes)))[nodes_of(recorded, nodes)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import polars as pl
 
 from spangrad.types import RewardSource
-from transition_builder.frames import conform, empty
+from transition_builder.frames import conform
 from transition_builder.schemas import ATTEMPT, GIVEN, NANOSECONDS, ROLLOUT, Schema
 
 RANK = {source.value: rank for rank, source in enumerate(RewardSource)}
@@ -30,8 +30,6 @@ REPORTED: Schema = {
 }
 """Reward that a source reports. CallId: null where the span or the response id has still to be looked up. Value: null where there is no
 finite number; Fault then describes it. Speaker: the process that reports it, else its service; Seq and Timestamp are the speaker's."""
-
-_WITHOUT_VALUE = dict.fromkeys([*ROLLOUT, "why"], pl.String())
 
 NOT_FINITE = "not a finite number"
 NO_VALUE = "no value"
@@ -65,24 +63,21 @@ def faults(rollouts: pl.DataFrame, chosen: pl.DataFrame, *, by_rules: bool = Fal
         chosen: of `by_precedence`. Rewards of AIR are no final rewards: a rollout that has nothing else has none.
         by_rules: rules alone may reward a rollout; one for which no rule found anything has no reward and no fault: its return is 0.
     """
-    bad = _without_value(chosen) if chosen["Value"].has_nulls() else empty(_WITHOUT_VALUE)
-    concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value)[ROLLOUT].unique()
-    return (
-        rollouts[ROLLOUT]
-        .join(bad, on=ROLLOUT, how="left")
-        .join(concluded.with_columns(concluded=pl.lit(True)), on=ROLLOUT, how="left")
-        .filter(pl.col("why").is_not_null() | (pl.col("concluded").is_null() & (not by_rules)))
-        .select(*ROLLOUT, fault=pl.coalesce("why", pl.lit("no evaluation result with a score arrived")))
-    )
+    concluded = chosen.filter(pl.col("Source") != RewardSource.AIR.value)
+    unrewarded = rollouts[ROLLOUT].clear() if by_rules else rollouts[ROLLOUT].join(concluded, on=ROLLOUT, how="anti")
+    unrewarded = unrewarded.with_columns(fault=pl.lit("no evaluation result with a score arrived"))
+    if not chosen["Value"].has_nulls():
+        return unrewarded
+    without_value = _without_value(chosen).join(rollouts, on=ROLLOUT, how="semi")
+    return pl.concat([without_value, unrewarded.join(without_value, on=ROLLOUT, how="anti")])
 
 
 def _without_value(chosen: pl.DataFrame) -> pl.DataFrame:
-    """Return the rollouts with a reward that has no value, and the reasons."""
+    """Return the rollouts with a reward that has no value, and the reasons: RunId, RolloutId, fault."""
     return (
         chosen.filter(pl.col("Value").is_null())
         .group_by(*ROLLOUT, "Fault")
         .agg(pl.col("Name").unique().sort().str.join(", "))
-        .with_columns(why=pl.format("{}: {}", "Fault", "Name"))
         .group_by(ROLLOUT)
-        .agg(pl.col("why").sort().str.join("; "))
+        .agg(fault=pl.format("{}: {}", "Fault", "Name").sort().str.join("; "))
     )
