@@ -235,15 +235,29 @@ class Client:
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in OPEN_STATES)
 
     def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[Rollout]:
-        """Return the rollouts of the next epochs, beginning with the one that was begun and has not ended."""
-        first = 0
-        while self._queue.rollout(self._rollouts(stored, tasks[-1:], first, Mode.TRAIN, len(tasks) - 1)[-1].key.rollout_id):
-            first += 1
+        """Return the rollouts of the next epochs, beginning with the first one that was begun and has not ended.
+
+        Those of a script that is started again end with the last epoch that it enqueued before.
+        """
+        enqueued = 0
+        while self._is_known(stored, tasks[-1:], enqueued, len(tasks) - 1):
+            enqueued += 1
         # A script that was killed left them; what is open beside them, such as test data, is of no epoch.
-        open_ids = self._queue.open_ids() if first else set[str]()
-        while first and any(rollout.key.rollout_id in open_ids for rollout in self._rollouts(stored, tasks, first - 1, Mode.TRAIN)):
-            first -= 1
-        return [rollout for epoch in range(first, first + epochs) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
+        open_ids = self._queue.open_ids() if enqueued else set[str]()
+        unfinished = (epoch for epoch in range(enqueued) if open_ids and self._has_open(open_ids, stored, tasks, epoch))
+        first = next(unfinished, enqueued)
+        end = first + epochs
+        # A call enqueues all its epochs at its beginning: one that was killed in the midst of that resumes it, any other has its last epoch.
+        if first < enqueued < end and epochs <= enqueued and not self._is_known(stored, tasks[:1], enqueued, 0):
+            end = enqueued
+        return [rollout for epoch in range(first, end) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
+
+    def _is_known(self, stored: StoredTasks, tasks: Sequence[Task], epoch: int, index: int) -> bool:
+        """Return whether the queue knows the last rollout of a task in an epoch."""
+        return bool(self._queue.rollout(self._rollouts(stored, tasks, epoch, Mode.TRAIN, index)[-1].key.rollout_id))
+
+    def _has_open(self, open_ids: set[str], stored: StoredTasks, tasks: Sequence[Task], epoch: int) -> bool:
+        return any(rollout.key.rollout_id in open_ids for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN))
 
     def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[Rollout]:
         """Return rollouts of tasks: a group for each task, with a greedy rollout first where it is set.

@@ -24,7 +24,7 @@ from spangrad.client.queue_http import QueueHttp
 from spangrad.errors import PromptError, SettingsError
 from spangrad.processes import wait_until
 from spangrad.settings import Settings
-from spangrad.types import Mode, PromptVersion, Task
+from spangrad.types import Mode, PromptVersion, Rollout, Task
 from tests.support.runners import RunnerServices, queue_server, queue_settings, runner_services
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "client" / "sums.py"
@@ -193,6 +193,32 @@ def test_client_epochs_resume_only_those_with_open_rollouts(tmp_path: Path) -> N
         client._enqueue(client._rollouts(tests, test_tasks, "interrupted", Mode.VALIDATE))
         client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [last]})
         assert client._epochs(stored, tasks, 1) == epochs[2]
+
+
+def test_client_epochs_of_killed_call_end_with_its_last_one(tmp_path: Path) -> None:
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    with queue_server(settings, tmp_path / "queue.log"):
+        client = Client(settings.queue.url or "", run_id="again", settings={"runner.group_size": 2})
+        client.upload_data([{"q": n} for n in range(3)])
+        stored, tasks = client._data[TRAIN]
+        epochs = [client._rollouts(stored, tasks, epoch, Mode.TRAIN) for epoch in range(4)]
+
+        def end(rollouts: list[Rollout]) -> None:
+            client._queue.ask("POST", "/v1/cancel", {"rollout_ids": [rollout.key.rollout_id for rollout in rollouts]})
+
+        client._enqueue([*epochs[0], *epochs[1]])
+        end(epochs[1])
+        assert client._epochs(stored, tasks, 2) == [*epochs[0], *epochs[1]], "one that ended before an earlier one"
+        assert client._epochs(stored, tasks, 3) == [*epochs[0], *epochs[1], *epochs[2]], "a call of more epochs is another one"
+        end(epochs[0][1:])
+        assert client._epochs(stored, tasks, 2) == [*epochs[0], *epochs[1]]
+        end(epochs[0])
+        assert client._epochs(stored, tasks, 2) == [*epochs[2], *epochs[3]]
+        client._enqueue([*epochs[2], *epochs[3][:2]])
+        assert client._epochs(stored, tasks, 2) == [*epochs[2], *epochs[3]], "killed while it enqueued"
+        client._enqueue(epochs[3])
+        end(epochs[2])
+        assert client._epochs(stored, tasks, 2) == epochs[3]
 
 
 def test_client_rollouts_keep_prompt_source_and_sampling(tmp_path: Path) -> None:
