@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spangrad.http.json_http import status_of, text_of
+from spangrad.errors import SpangradError
 from spangrad.settings import Settings
 from spangrad.supervisor import run_directory
 
@@ -44,7 +45,7 @@ def services_of(settings: Settings) -> list[dict[str, Any]]:
 def _status(directory: Path) -> Mapping[str, Any]:
     try:
         return run_directory.status_of(directory) or {"services": []}
-    except PermissionError:  # of another user, whose services are asked over HTTP alone
+    except SpangradError:  # of another user, whose services are asked over HTTP alone
         return {"services": []}
 
 

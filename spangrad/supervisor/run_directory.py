@@ -148,7 +148,11 @@ def fresh_directory(path: Path) -> RunDirectory:
 
 
 def owner_of(path: Path) -> str | None:
-    """Return the process that owns a run's directory, as `spangrad.leases` knows it. None: none does, or has not written so yet."""
+    """Return the process that owns a run's directory, as `spangrad.leases` knows it. None: none does, or has not written so yet.
+
+    Raises:
+        SpangradError: the directory is closed to this user.
+    """
     try:
         with (path / LOCK).open("r") as lock:
             try:
@@ -160,6 +164,10 @@ def owner_of(path: Path) -> str | None:
                 pass  # no process can own it on a file system without locks
     except (FileNotFoundError, NotADirectoryError):
         pass
+    except PermissionError as error:
+        raise SpangradError(
+            f"{path.absolute()} cannot be read ({error.strerror}): the run is another user's. Call this as that user, or set up.directory."
+        ) from error
     return None
 
 
@@ -172,7 +180,11 @@ def none_runs(path: Path) -> SpangradError:
 
 
 def status_of(path: Path) -> dict[str, Any] | None:
-    """Return the status that the owner of a run's directory published last. None: no process owns it."""
+    """Return the status that the owner of a run's directory published last. None: no process owns it.
+
+    Raises:
+        SpangradError: the directory is closed to this user.
+    """
     return None if owner_of(path) is None else _status(path)
 
 

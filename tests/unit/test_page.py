@@ -16,6 +16,7 @@ from page.overview import OverviewReader, overview_without
 from page.reading import PageStore
 from page.rollouts.text_search import _spellings  # pyright: ignore[reportPrivateUsage]
 from page.token_texts import TokenTexts
+from spangrad.errors import SpangradError
 from spangrad.settings import BuilderSettings, GatewaySettings, Settings, StoreSettings, UpSettings
 from spangrad.store.names import INTERNAL
 from spangrad.weights.checksums import tokenizer_hash
@@ -38,7 +39,7 @@ def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch
 
 def test_services_of_a_supervisor_whose_directory_is_private_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+        raise SpangradError(f"{path} cannot be read")
 
     monkeypatch.setattr(services.run_directory, "owner_of", refused)
     monkeypatch.setattr(services, "status_of", lambda url, seconds: 200)

@@ -67,6 +67,15 @@ def test_owner_of_directory_is_a_holder_until_it_leaves(tmp_path: Path) -> None:
     assert owner_of(tmp_path) is None
 
 
+def test_owner_of_directory_of_another_user_raises_with_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(SpangradError, match=rf"{tmp_path} cannot be read \(Permission denied\): .* as that user, or set up\.directory"):
+        owner_of(tmp_path)
+
+
 def test_run_directory_whose_owner_is_looked_up_meanwhile_is_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spangrad.supervisor.run_directory._LOCK_SECONDS", 30.0)
     (tmp_path / LOCK).write_text(this_process())
