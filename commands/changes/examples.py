@@ -11,7 +11,7 @@ import json
 from contextlib import closing
 from pathlib import Path
 
-from spangrad.errors import BuilderError
+from spangrad.errors import JSON_ERRORS, BuilderError
 from spangrad.settings import Settings
 
 
@@ -59,7 +59,7 @@ def _replace(file: Path, rollout: str, lines: list[bytes]) -> None:
     for number, line in enumerate(_lines(file) if file.exists() else (), 1):
         try:
             other = json.loads(line)["meta"]["rollout"] != rollout
-        except (ValueError, KeyError, TypeError) as error:
+        except (*JSON_ERRORS, KeyError, TypeError) as error:
             raise BuilderError(
                 f"{file}, line {number}, is no conversation of a rollout ({error!r}). Fix the line, or remove it."
             ) from error

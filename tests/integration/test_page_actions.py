@@ -232,10 +232,11 @@ def test_collect_action_adds_conversations_of_a_rollout_once(page: ActingPage) -
     status, sentence = page.act({**collect, "rollout": "absent"})
     assert (status, "'absent' has no conversation" in sentence) == (500, True)
     assert len((page.examples / "good.jsonl").read_bytes().splitlines()) == 1
-    with (page.examples / "good.jsonl").open("a") as file:
-        file.write("no JSON\n")
-    status, sentence = page.act(collect)
-    assert (status, "good.jsonl, line 2, is no conversation of a rollout" in sentence) == (500, True)
+    written = (page.examples / "good.jsonl").read_text()
+    for foreign in ("no JSON", '{"meta": {}}', "[" * 100_000):
+        (page.examples / "good.jsonl").write_text(f"{written}{foreign}\n")
+        status, sentence = page.act(collect)
+        assert (status, "good.jsonl, line 2, is no conversation of a rollout" in sentence) == (500, True)
     assert sorted(file.name for file in page.examples.iterdir()) == [".good.lock", "good.jsonl"]
 
 
