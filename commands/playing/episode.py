@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
 from commands.training.agents import located
+from span_processors.export import tracer_provider
+from spangrad import semconv
+from spangrad.agent.propagation import with_baggage
 from spangrad.callables import load
 from spangrad.episode.adapters.references import TOKEN_VARIABLE, by_openenv, factory_of, is_factory, names_environment
 from spangrad.episode.agent import models_of, policy_of
@@ -23,7 +29,11 @@ from spangrad.episode.episode import Episode, EpisodeOutcome
 from spangrad.episode.match import Match, MatchOutcome
 from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel, ReplyRequest
 from spangrad.errors import AgentError
+from spangrad.http.service import bearer
+from spangrad.types import Mode
 
+RUN = "play"
+"""Run of the rollouts."""
 Show = Callable[[str, Mapping[str, Any]], None]
 """Function that is given a role (empty: the only player) and a message of its context."""
 
@@ -47,6 +57,19 @@ def factory_named(reference: str, directory: Path, token: SecretStr | None) -> C
     if not is_factory(factory):
         raise AgentError(f"{reference} is no class with reset(task) and step(action). Name one, as MODULE:CLASS.")
     return factory
+
+
+def context_of(rollout: str) -> Context:
+    """Return a context in which all calls and spans are of one rollout, in mode production."""
+    identity = {semconv.RUN_ID: RUN, semconv.ROLLOUT_ID: rollout, semconv.ROLLOUT_MODE: Mode.PRODUCTION.value}
+    return with_baggage(Context(), {**identity, semconv.ROLLOUT_ATTEMPT: "0"})
+
+
+def record_spans(otlp_endpoint: str, token: str | None) -> TracerProvider:
+    """Send the process's spans to the store from now on; the provider's `shutdown` sends the last ones."""
+    provider = tracer_provider("spangrad-play", otlp_endpoint, bearer(token))
+    trace.set_tracer_provider(provider)
+    return provider
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from opentelemetry import context, trace
-from opentelemetry.context import Context
+from opentelemetry import context
 from opentelemetry.sdk.trace import TracerProvider
 from pydantic import SecretStr
 
-from commands.playing.episode import Cast, factory_named, in_words, play_episode
+from commands.playing.episode import Cast, context_of, factory_named, in_words, play_episode, record_spans
 from commands.playing.input_lines import read_beside_loop
-from span_processors.export import tracer_provider
-from spangrad import semconv
-from spangrad.agent.propagation import with_baggage
 from spangrad.episode.agent import limits_of
 from spangrad.episode.environment import as_text
 from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import SpangradError
-from spangrad.http.service import bearer
 from spangrad.processes import private_pipes
 from spangrad.text_sanitizer import storable
-from spangrad.types import Mode
 
-RUN = "play"
-"""Run of the rollouts."""
 TEXT_CHARACTERS = 20_000
 """Largest number of characters of a message that are shown; the context has all of them."""
 log = logging.getLogger(__name__)
@@ -108,10 +100,8 @@ def main() -> None:
     replies, answers = private_pipes()
     source, lines = os.fdopen(replies, "rb"), LineWriter(answers)
     job = msgspec.json.decode(source.readline(), type=PlayJob)
-    provider = tracer_provider("spangrad-play", job.otlp_endpoint, bearer(job.otlp_token))
-    trace.set_tracer_provider(provider)
-    identity = {semconv.RUN_ID: RUN, semconv.ROLLOUT_ID: job.rollout, semconv.ROLLOUT_MODE: Mode.PRODUCTION.value}
-    context.attach(with_baggage(Context(), {**identity, semconv.ROLLOUT_ATTEMPT: "0"}))
+    provider = record_spans(job.otlp_endpoint, job.otlp_token)
+    context.attach(context_of(job.rollout))
     end = asyncio.run(_played(job, source, lines, provider))
     provider.shutdown()  # before the end is told, so that the store has the spans by then
     lines.write(**end)

@@ -35,6 +35,8 @@ def play(
 ) -> None:
     """Play one episode of an environment, with the contexts that training has; print the messages, the return and the reason of the end.
 
+    What the model plays is a rollout of the run `play` in mode production, where the store answers; its id is printed as well.
+
     Args:
         environment: MODULE:CLASS or FILE.py:CLASS with reset(task) and step(action), gymnasium:ID, or the URL of a server of environments.
         task: input of the task, as JSON.
@@ -47,10 +49,14 @@ def play(
     require_directory("--directory", directory, "the directory of the environment's module")
     settings = resolve(config, set_)
     from json import dumps, loads
+    from uuid import uuid4
 
-    from commands.playing.episode import Cast, factory_named, in_words, play_episode, total
+    from opentelemetry import context
+
+    from commands.playing.episode import Cast, context_of, factory_named, in_words, play_episode, record_spans, total
     from spangrad.episode.agent import limits_of
     from spangrad.errors import JSON_ERRORS, AgentError
+    from spangrad.http.json_http import status_of
 
     try:
         given = loads(task)
@@ -63,11 +69,22 @@ def play(
             model["temperature"] = 0.0
     url, key = settings.gateway.url.rstrip("/") + "/v1", token.get_secret_value() if token else "none"
     cast = Cast(episode, url, key, Person() if person else None, role, None if json else _print)
-    outcome = asyncio.run(play_episode(factory, given, limits_of(episode), cast))
+    rollout, store = f"play-{uuid4().hex}", settings.store
+    # A person's episode alone asks no gateway; and without a store the end would wait for it.
+    is_recorded = not (person and role is None) and status_of(store.otlp_endpoint) is not None
+    provider = record_spans(store.otlp_endpoint, store.token.get_secret_value() if store.token else None) if is_recorded else None
+    before = context.attach(context_of(rollout))
+    try:
+        outcome = asyncio.run(play_episode(factory, given, limits_of(episode), cast))
+    finally:
+        context.detach(before)
+        if provider is not None:
+            provider.shutdown()
     if json:
-        print(dumps({"messages": outcome.messages, "rewards": outcome.rewards, "return": total(outcome)[0], "end": outcome.end}))
+        facts = {"messages": outcome.messages, "rewards": outcome.rewards, "return": total(outcome)[0], "end": outcome.end}
+        print(dumps({**facts, **({"rollout": rollout} if is_recorded else {})}))
     else:
-        print(f"\n{in_words(outcome)}")
+        print(f"\n{in_words(outcome)}" + f"\nrollout {rollout}" * is_recorded)
 
 
 def _print(role: str, message: Mapping[str, Any]) -> None:

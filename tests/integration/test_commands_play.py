@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +18,9 @@ from page.actions.requests import PlayRequest
 from spangrad.processes import process_start
 from spangrad.settings import Settings
 from tests.support.otlp import OtlpSink
+from tests.support.processes import run_spangrad
 from tests.support.runners import until
+from tests.support.scripted_servers import WordPolicy
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
 
@@ -38,6 +42,32 @@ def test_play_by_a_person_ends_at_ctrl_c_before_a_line_is_typed() -> None:
             assert process.stderr.read() == ""
         finally:
             process.kill()
+
+
+def test_play_by_the_model_is_one_rollout_with_its_rewards() -> None:
+    headers = list[dict[str, str]]()
+
+    class Policy(WordPolicy):
+        def answer(self, method: str, path: str, headers_: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+            headers.append({name.lower(): value for name, value in headers_.items()})
+            return super().answer(method, path, headers_, body)
+
+    words = ["play", "two_guesses:TwoGuesses", "--task", '{"city": "lima"}', "--json", "--directory", str(AGENTS)]
+    with Policy(lambda messages: "lima") as policy, OtlpSink() as sink:
+        env = {"SPANGRAD_GATEWAY__URL": policy.url, "SPANGRAD_STORE__OTLP_ENDPOINT": sink.url}
+        done = run_spangrad(*words, env={**os.environ, **env})
+    assert (done.returncode, done.stderr) == (0, "")
+    rollout = json.loads(done.stdout)["rollout"]
+    identity = {"spangrad.run.id": "play", "spangrad.rollout.id": rollout, "spangrad.rollout.mode": "production"}
+    assert len(headers) == 2
+    for header in headers:
+        baggage = dict(member.split("=") for member in header["baggage"].split(","))
+        assert identity.items() <= baggage.items()
+    assert sorted(span.name for span in sink.spans if span.name[:4] != "chat") == ["episode", *["execute_tool step"] * 2, "reset"]
+    assert len({span.trace_id for span in sink.spans}) == 1
+    rewards = [event["gen_ai.evaluation.score.value"] for span in sink.spans for _, event in span.events]
+    assert sorted(rewards) == [0.25, 0.5]
+    assert all(identity.items() <= span.attributes.items() for span in sink.spans)
 
 
 async def test_play_process_that_ends_leaves_no_process_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ AGENTS = Path(__file__).resolve().parent.parent / "agents"
 
 
 @pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("SPANGRAD_STORE__OTLP_ENDPOINT", "http://127.0.0.1:9")
 
 
 def test_play_by_a_person_prints_each_message_and_the_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
