@@ -235,6 +235,36 @@ def test_export_half_of_surrogate_pair_is_written_as_replacement(store: StoreSet
     assert row["messages"] == [user("cut \ufffd"), {**assistant("fine \U0001f600"), "weight": 1}]
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_export_leaves_out_rollouts_whose_names_are_not_utf8(store: StoreSettings, tmp_path: Path, name: str) -> None:
+    """Other names that are not are written with replacements."""
+    world = StoredRollouts(store, f"ex-utf8-{name}")
+    two_turns(world, "r0", 1.0)
+    world.call("r0", dropped="call_failed")
+    two_turns(world, "r1", 0.0)
+    world.commit()
+
+    def copy_of_r0(table: str, changes: str) -> None:
+        rows = f"SELECT * FROM spangrad_internal.{table} WHERE RunId = '{world.name}' AND RolloutId = 'r0'"
+        world.client.command(f"INSERT INTO spangrad_internal.{table} SELECT * REPLACE ({changes}) FROM ({rows})")
+
+    bad = "unhex('61ff')"
+    for changes in (f"{bad} AS RunId", f"{bad} AS RolloutId", f"'r2' AS RolloutId, {bad} AS GroupId"):
+        for table in ("transitions", "drops", "builds"):
+            copy_of_r0(table, changes)
+    copy_of_r0("transitions", f"{bad} AS AgentName, ['weather', {bad}] AS Tools, {bad} AS TaskId, now64(6) + 1 AS IngestedAt")
+    world.client.command("OPTIMIZE TABLE spangrad_internal.transitions FINAL")
+    done = write(world, name, tmp_path / "out")
+    assert (done.tally.calls, done.tally.left_out["not_utf8"]) == (14, 9)
+    assert done.tally.calls_written > 0
+    if name == "parquet":
+        table = pq.read_table(tmp_path / "out")
+        assert {(row["AgentName"], row["TaskId"], *row["Tools"]) for row in table.to_pylist()} == {
+            ("a\ufffd", "a\ufffd", "weather", "a\ufffd"),
+            ("planner", "t"),
+        }
+
+
 def test_export_return_of_rollout_without_kept_calls_is_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:
     world = StoredRollouts(store, "ex-revised")
     times = list[datetime]()

@@ -7,7 +7,7 @@ numbers and names for each rollout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -53,9 +53,9 @@ _KEY = ("RunId", "Mode", "GroupId", "RolloutId")
 """Key columns of transitions and drops that find a rollout."""
 _TOTALS = ("RewardTotals.Name", "RewardTotals.Role", "RewardTotals.Value")
 _FACTS = ("Mode", "GroupId", "GroupSize", "TaskId", "Attempt", "Revision", "Content", "Calls", "Transitions")
-_TIME = "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
-_COLUMNS = ", ".join(_TIME if name == "Timestamp" else f"`{name}`" for name in TRANSITIONS)
-_DROPS = f"RunId, RolloutId, Revision, Content, Attempt, CallId, TraceId, SpanId, ChoiceIndex, {_TIME}, AgentName, Policy, Model, Reason"
+_DROPS = ("RunId", "RolloutId", "Revision", "Content", "Attempt", "CallId", "TraceId", "SpanId", "ChoiceIndex", "Timestamp", "AgentName",
+          "Policy", "Model", "Reason")  # fmt: skip
+_NAMED = " AND ".join(f"isValidUTF8({name})" for name in _KEY)
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,15 @@ class ExportReader:
         after = [f"Mode IN {constant(self.request.modes)}"] if self.request.modes else []
         if self.request.since is not None:
             after.append(f"FirstBuiltAt >= fromUnixTimestamp64Micro({microseconds(self.request.since)})")
-        sql = f"SELECT * FROM {builds} AS b WHERE {' AND '.join(after) or 'true'} ORDER BY RunId, Mode, GroupId, RolloutId"
+        columns = f"SELECT * REPLACE (toValidUTF8(TaskId) AS TaskId), {_NAMED} AS Named"
+        sql = f"{columns} FROM {builds} AS b WHERE {' AND '.join(after) or 'true'} ORDER BY RunId, Mode, GroupId, RolloutId"
         # A rollout of no group is one by itself.
         alone = pl.when(pl.col("GroupId") == "").then("rollout " + pl.col("RolloutId")).otherwise("group " + pl.col("GroupId"))
-        rollouts = self._frame(sql).with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
+        every = self._frame(sql)
+        unnamed = int(every.filter(pl.col("Named") == 0)["Calls"].sum())
+        self.tally.calls += unnamed
+        self.tally.count_left_out(LeftOut.NOT_UTF8, unnamed)
+        rollouts = every.filter(pl.col("Named") == 1).drop("Named").with_columns(Alone=alone).with_columns(Group=pl.struct(_GROUP).rle_id())
         return rollouts.join(self._returns(rollouts), on=list(_BUILD), maintain_order="left").drop(_TOTALS)
 
     def _slices(self) -> Iterator[pl.DataFrame]:
@@ -167,7 +172,8 @@ class ExportReader:
             yield self.rollouts[start:end]
 
     def _part(self, rollouts: pl.DataFrame) -> GroupSlice:
-        transitions = self._rows("transitions", _COLUMNS, rollouts).with_columns(pl.col("Timestamp").cast(NANOSECONDS), Reason=pl.lit(""))
+        transitions = self._rows("transitions", TRANSITIONS, rollouts)
+        transitions = transitions.with_columns(pl.col("Timestamp").cast(NANOSECONDS), Reason=pl.lit(""))
         drops = self._rows("drops", _DROPS, rollouts).filter(pl.col("CallId") != "")
         self._count(rollouts, drops)
         taken = drops.filter(pl.col("Reason").is_in(list(self.request.dropped))) if self.request.dropped else drops.clear()
@@ -193,13 +199,13 @@ class ExportReader:
         for reason, count in drops.filter(~pl.col("Reason").is_in(exported)).group_by("Reason").len().sort("Reason").iter_rows():
             self.tally.left_out[f"dropped: {reason}"] += count
 
-    def _rows(self, table: str, columns: str, rollouts: pl.DataFrame) -> pl.DataFrame:
+    def _rows(self, table: str, columns: Iterable[str], rollouts: pl.DataFrame) -> pl.DataFrame:
         """Return rows of the given builds, each once; the table's key finds them."""
         where = " AND ".join(f"{name} IN {name}s" for name in _KEY)
         constants = ", ".join(f"{constant(rollouts[name].unique(maintain_order=True))} AS {name}s" for name in _KEY)
         revisions = ", ".join(map(str, rollouts["Revision"].unique(maintain_order=True)))
         sql = (
-            f"WITH {constants} SELECT {columns} FROM spangrad_internal.{table} "
+            f"WITH {constants} SELECT {', '.join(map(_column, columns))} FROM spangrad_internal.{table} "
             f"WHERE BuildSpec = '{self.dataset.build_spec}' AND {where} AND Revision IN ({revisions})"
         )
         rows = self._frame(sql).join(rollouts.select(*_BUILD), on=list(_BUILD), how="semi", maintain_order="left")
@@ -229,3 +235,13 @@ class ExportReader:
         return query(self.client, self.url, sql).with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )
+
+
+def _column(name: str) -> str:
+    """Return SQL of a column of transitions or drops: a text that is not UTF-8 is read with replacements, keys as they are."""
+    if name == "Timestamp":
+        return "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
+    dtype = TRANSITIONS.get(name)
+    if dtype == pl.String() and name not in _KEY:
+        return f"toValidUTF8({name}) AS {name}"
+    return f"arrayMap(text -> toValidUTF8(text), `{name}`) AS `{name}`" if dtype == pl.List(pl.String()) else f"`{name}`"

@@ -12,6 +12,8 @@ from spangrad.errors import BuilderError
 class LeftOut(StrEnum):
     """Reason why a built call is not in an export."""
 
+    NOT_UTF8 = "not_utf8"
+    """Its rollout's id, run, group or mode is not UTF-8, and no file can hold it."""
     NOT_SELECTED = "not_selected"
     """The export does not select this agent, model, policy, tool or component."""
     BELOW_RETURN = "below_return"
