@@ -385,6 +385,20 @@ def test_export_preferences_pairs_best_and_worst(store: StoreSettings, tmp_path:
     assert (lines(tmp_path / "pairs.jsonl"), done.tally.groups_left_out["tie"]) == ([], 2)
 
 
+def test_export_preferences_leave_out_rollouts_that_began_with_dropped_call(store: StoreSettings, tmp_path: Path) -> None:
+    """Calls of another agent follow, which begin with the same messages."""
+    world = StoredRollouts(store, "ex-pairs-began")
+    for rollout, reply, reward in (("r0", "good", 1.0), ("r1", "bad", 0.0)):
+        world.call(rollout, *chat([user("rome?")], reply), dropped="no_token_ids")
+        world.call(rollout, *chat([user("rate it")], reply), reward=reward, Turn=1)
+    world.commit()
+    done = write(world, "preferences", tmp_path / "pairs.jsonl")
+    assert lines(tmp_path / "pairs.jsonl") == []
+    assert dict(done.tally.left_out) == {"other_branch": 2, "dropped: no_token_ids": 2}
+    write(world, "preferences", tmp_path / "pairs.jsonl", force=True, selection=Selection(agents="planner"))
+    assert [row["prompt"] for row in lines(tmp_path / "pairs.jsonl")] == [[user("rate it")]]
+
+
 def test_export_verl_prompts_load_in_verl_dataset(store: StoreSettings, tmp_path: Path, tiny_model: Path) -> None:
     omegaconf, transformers = pytest.importorskip("omegaconf"), pytest.importorskip("transformers")
     rl_dataset = verl_module("verl.utils.dataset.rl_dataset")

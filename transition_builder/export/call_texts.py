@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from spangrad.settings import Selection
 from spangrad.store.clickhouse import constant, store_errors
 from transition_builder.dialects.messages import Dialogue, Message
 from transition_builder.dialects.texts import ATTRIBUTES, EVENTS, NoTextError, RedactedError, SpanText, read
@@ -68,7 +69,7 @@ class RolloutTexts:
     call_texts: list[CallText]
     """Calls with a text, in order."""
     whole: bool
-    """True if the rollout's first call is among them."""
+    """True if the call that the rollout began with is among them."""
 
     def conversations(self) -> list[Conversation]:
         """Return the calls with messages, merged; their `calls` are places in `call_texts`."""
@@ -91,7 +92,7 @@ def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = Fa
     dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in rollouts for call in calls]))
     for rollout, calls in rollouts:
         call_texts: list[CallText] = []
-        whole = True
+        whole = has_beginning(reader, calls)
         for index, call in enumerate(calls):
             result = next(dialogues)
             if isinstance(result, Dialogue) and (result.cut or call["FinishReason"] == "length") and not keep_cut:
@@ -103,6 +104,14 @@ def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = Fa
                 whole = whole and index > 0
         if call_texts:
             yield RolloutTexts(rollout, call_texts, whole)
+
+
+def has_beginning(reader: ExportReader, calls: list[dict[str, Any]]) -> bool:
+    """Return whether the first of a rollout's calls is the one that it began with, which may have been dropped.
+
+    A selection begins with the first of the calls that it names.
+    """
+    return calls[0]["Turn"] == 0 or reader.request.selection != Selection()
 
 
 def about(reader: ExportReader, rollout: dict[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:

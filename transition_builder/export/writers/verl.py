@@ -14,9 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from spangrad.settings import Selection
 from transition_builder.dialects.messages import Dialogue
-from transition_builder.export.call_texts import RolloutTexts, about, read_dialogues, rollout_texts
+from transition_builder.export.call_texts import RolloutTexts, about, has_beginning, read_dialogues, rollout_texts
 from transition_builder.export.conversations import Conversation, prompt_key
 from transition_builder.export.reading import ExportReader, GroupSlice
 from transition_builder.export.tally import LeftOut
@@ -58,9 +57,7 @@ def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen
     dialogues = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
     for (rollout, calls), dialogue in zip(rollouts, dialogues, strict=True):
         reader.tally.count_left_out(LeftOut.LATER_CALL, len(calls) - 1)
-        # The rollout's first call may have been dropped; a selection takes the first of the calls that it names.
-        continues = calls[0]["Turn"] > 0 and reader.request.selection == Selection()
-        reason = LeftOut.LATER_CALL if continues else _unfit(dialogue)
+        reason = _unfit(dialogue) if has_beginning(reader, calls) else LeftOut.LATER_CALL
         if reason is None:
             assert isinstance(dialogue, Dialogue)
             assert not isinstance(dialogue.prompt, str)
