@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from spangrad.http.json_http import status_of, text_of
 from spangrad.errors import SpangradError
+from spangrad.http.json_http import status_of, text_of
 from spangrad.settings import Settings
 from spangrad.supervisor import run_directory
 

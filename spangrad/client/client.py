@@ -247,7 +247,7 @@ class Client:
         unfinished = (epoch for epoch in range(enqueued) if open_ids and self._has_open(open_ids, stored, tasks, epoch))
         first = next(unfinished, enqueued)
         end = first + epochs
-        # A call enqueues all its epochs at its beginning: one that was killed in the midst of that resumes it, any other has its last epoch.
+        # A call enqueues all its epochs at its beginning. Where one was killed in the midst of that, the last epoch is still to come.
         if first < enqueued < end and epochs <= enqueued and not self._is_known(stored, tasks[:1], enqueued, 0):
             end = enqueued
         return [rollout for epoch in range(first, end) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
