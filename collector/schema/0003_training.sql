@@ -305,3 +305,41 @@ CREATE TABLE IF NOT EXISTS spangrad_internal.batches (
 ) ENGINE = ReplacingMergeTree(IngestedAt)
 ORDER BY (Policy, Branch, Version, BatchId, RunId, GroupId, RolloutId, Attempt)
 SETTINGS index_granularity = 1024;
+
+-- Calls of the rollouts of committed batches, narrow and ordered by version: copied from their transitions when the batch arrives.
+CREATE TABLE IF NOT EXISTS spangrad_internal.batch_calls (
+    Policy LowCardinality(String) CODEC(ZSTD(1)),
+    Branch LowCardinality(String) CODEC(ZSTD(1)),
+    BatchId String CODEC(ZSTD(1)),
+    Version UInt64 COMMENT 'That the batch made' CODEC(ZSTD(1)),
+    GroupId String CODEC(ZSTD(1)),
+    RolloutId String CODEC(ZSTD(1)),
+    Attempt UInt16 CODEC(ZSTD(1)),
+    TransitionId String CODEC(ZSTD(1)),
+    CallId String CODEC(ZSTD(1)),
+    TraceId String CODEC(ZSTD(1)),
+    SpanId String CODEC(ZSTD(1)),
+    IngestedAt DateTime64(6) DEFAULT now64(6) CODEC(Delta(8), ZSTD(1)),
+    INDEX idx_rollout RolloutId TYPE bloom_filter(0.001) GRANULARITY 1,
+    INDEX idx_span SpanId TYPE bloom_filter(0.001) GRANULARITY 1
+) ENGINE = ReplacingMergeTree(IngestedAt)
+ORDER BY (Policy, Branch, Version, BatchId, GroupId, RolloutId, Attempt, TransitionId, CallId)
+SETTINGS index_granularity = 1024;
+
+-- A batch is inserted after its rollouts were built, and transitions of a revision never change. In a materialized view, `batches` is what is
+-- inserted, also in IN: builds and transitions are read by the keys of its rollouts, not joined whole at each question. Of two builders that
+-- made the same revision at once, the transitions of the first count.
+CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.batch_calls_mv TO spangrad_internal.batch_calls AS
+SELECT DISTINCT
+    r.Policy AS Policy, r.Branch AS Branch, r.BatchId AS BatchId, r.Version AS Version, r.GroupId AS GroupId, r.RolloutId AS RolloutId,
+    r.Attempt AS Attempt, t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
+FROM spangrad_internal.batches AS r
+INNER JOIN (
+    SELECT RunId, BuildSpec, RolloutId, Attempt, Revision, Policy, TransitionId, CallId, TraceId, SpanId FROM spangrad_internal.transitions
+    WHERE (RunId, Mode, BuildSpec, GroupId, RolloutId) IN (SELECT RunId, Mode, BuildSpec, GroupId, RolloutId FROM spangrad_internal.batches)
+        AND BuildId IN (
+            SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds
+            WHERE (RunId, Mode, BuildSpec, GroupId, RolloutId) IN (SELECT RunId, Mode, BuildSpec, GroupId, RolloutId FROM spangrad_internal.batches)
+            GROUP BY RunId, RolloutId, BuildSpec, Revision)
+) AS t ON t.RunId = r.RunId AND t.RolloutId = r.RolloutId AND t.Attempt = r.Attempt AND t.BuildSpec = r.BuildSpec
+    AND t.Revision = r.Revision AND t.Policy = r.Policy;

@@ -201,21 +201,13 @@ INNER JOIN spangrad.batches AS t ON b.RunId = t.RunId AND b.RolloutId = t.Rollou
 WHERE b.BuildSpec != t.BuildSpec OR b.Revision > t.Revision
 COMMENT 'Rollouts that a branch has trained and that have another build now: a later revision, or one of another specification. It trains none again.';
 
--- Not FINAL over transitions: rows of one that was written twice are the same here, and a filter is then read by key. The inner DISTINCT keeps
--- the engine from joining versions with transitions first, which have the policy in common.
+-- Not FINAL over the calls: rows of one that was written twice are the same here, and a filter is then read by key.
 CREATE VIEW IF NOT EXISTS spangrad.lineage AS
 SELECT DISTINCT
-    b.Policy AS Policy, b.Branch AS Branch, b.Version AS Version, b.Parent AS Parent, b.ParentBranch AS ParentBranch, b.Checksum AS Checksum,
-    b.Path AS Path, b.BatchId AS BatchId, b.GroupId AS GroupId, b.RolloutId AS RolloutId, b.Attempt AS Attempt,
-    t.TransitionId AS TransitionId, t.CallId AS CallId, t.TraceId AS TraceId, t.SpanId AS SpanId
-FROM (
-    SELECT DISTINCT v.Policy AS Policy, v.Branch AS Branch, v.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch,
-        v.Checksum AS Checksum, v.Path AS Path, r.BatchId AS BatchId, r.RunId AS RunId, r.GroupId AS GroupId, r.RolloutId AS RolloutId,
-        r.Attempt AS Attempt, r.BuildSpec AS BuildSpec, r.Revision AS Revision
-    FROM spangrad_internal.policy_versions AS v FINAL
-    INNER JOIN spangrad_internal.batches AS r FINAL ON v.Policy = r.Policy AND v.Branch = r.Branch AND v.BatchId = r.BatchId AND v.Version = r.Version
-) AS b
-INNER JOIN spangrad_internal.transitions AS t ON t.RunId = b.RunId AND t.RolloutId = b.RolloutId AND t.Attempt = b.Attempt
-    AND t.BuildSpec = b.BuildSpec AND t.Revision = b.Revision AND t.Policy = b.Policy
-WHERE t.BuildId IN (SELECT argMax(BuildId, Precedence) FROM spangrad_internal.builds GROUP BY RunId, RolloutId, BuildSpec, Revision)
-COMMENT 'From a checkpoint to the spans that made it, and back: filter by Policy and Version, or by SpanId.';
+    c.Policy AS Policy, c.Branch AS Branch, c.Version AS Version, v.Parent AS Parent, v.ParentBranch AS ParentBranch, v.Checksum AS Checksum,
+    v.Path AS Path, c.BatchId AS BatchId, c.GroupId AS GroupId, c.RolloutId AS RolloutId, c.Attempt AS Attempt,
+    c.TransitionId AS TransitionId, c.CallId AS CallId, c.TraceId AS TraceId, c.SpanId AS SpanId
+FROM spangrad_internal.batch_calls AS c
+INNER JOIN (SELECT * FROM spangrad_internal.policy_versions FINAL) AS v
+    ON v.Policy = c.Policy AND v.Branch = c.Branch AND v.BatchId = c.BatchId AND v.Version = c.Version
+COMMENT 'From a checkpoint to the spans that made it, and back: filter by Policy and Version, by RolloutId, or by SpanId.';

@@ -38,6 +38,7 @@ SHARD_BY = {
     "builds": _ROLLOUT,
     "claims": _ROLLOUT,
     "batches": _ROLLOUT,
+    "batch_calls": _ROLLOUT,
     "trained_calls": _ROLLOUT,
     "trained_tokens": _ROLLOUT,
     "datasets": "cityHash64(Name)",

@@ -24,20 +24,20 @@ from tests.support.servers import binary, running_store, store_settings
 COMPRESSIONS = ["none", "lz4", "zstd", "gzip", "deflate"]
 MOSTLY_SLOW = [pytest.param(name, marks=[] if name in {"none", "lz4"} else [pytest.mark.slow]) for name in COMPRESSIONS]
 """Compressions of tests whose every case takes long: without compression, and the one that the client uses by default."""
-_BUILD = "'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
+_BUILD = "'r' AS RunId, 'm' AS Mode, 'g' AS GroupId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 5 AS Content"
 MATCHING = [
     (
         "rollout_spans",
         "'span' AS RowKind, 'rollout' AS SpanName, 'rollout' AS RolloutKeySource, map('spangrad.rollout.final', 'true') AS Attributes",
     ),
     ("policy_versions", "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId, 'committed' AS Status"),
+    ("transitions", f"'p' AS Policy, {_BUILD}, 0 AS Revision"),
+    ("builds", f"{_BUILD}, 0 AS Revision"),
     (
         "batches",
         "'p' AS Policy, 'b' AS Branch, 1 AS Version, 'x' AS BatchId,"
-        " 'r' AS RunId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 0 AS Revision",
+        " 'r' AS RunId, 'm' AS Mode, 'g' AS GroupId, 'o' AS RolloutId, 0 AS Attempt, 's' AS BuildSpec, 0 AS Revision",
     ),
-    ("transitions", f"'p' AS Policy, {_BUILD}, 0 AS Revision"),
-    ("builds", f"{_BUILD}, 0 AS Revision"),
     ("builds", f"{_BUILD}, 1 AS Revision"),
     ("rewards", f"{_BUILD}, 1 AS Revision"),
 ]

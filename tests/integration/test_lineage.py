@@ -12,6 +12,7 @@ import pytest
 from commands.inspection.lineage import span_name, span_text, version_name, version_text
 from spangrad.errors import SettingsError, StoreError
 from spangrad.settings import Settings, StoreSettings
+from spangrad.store.clickhouse import connect
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, TrainedSpan, VersionLineage, descendants, of_span, of_version
 from tests.support.built_rollouts import BuiltRollouts, trainer_over
 from tests.support.policies import changed, trainer_settings
@@ -146,6 +147,30 @@ def spangrad(settings: Settings, *arguments: str) -> str:
     ended = run_spangrad(*arguments, "--set", f"store.url={settings.store.url}", env={**os.environ, "SPANGRAD_CONFIG": ""})
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+@pytest.mark.parametrize("chosen", ["Version = 100", "RolloutId = 'rollout-09900'", "TraceId = 'trace-9900' AND SpanId = 'span-9900'"])
+def test_lineage_table_reads_as_many_rows_as_its_answer_needs(store: StoreSettings, chosen: str) -> None:
+    """Of 20,000 rollouts, 100 a version, an answer reads some granules of calls, and all versions."""
+    policy = f"reads-{uuid.uuid4().hex[:8]}"
+    names = "RunId, BuildSpec, GroupId, RolloutId"
+    rollout = f"'{policy}', 's', toString(intDiv(number, 10)), concat('rollout-', leftPad(toString(number), 5, '0'))"
+    tables = {
+        "builds": (names, rollout),
+        "transitions": (
+            f"{names}, Policy, CallId, TraceId, SpanId",
+            f"{rollout}, '{policy}', toString(number), concat('trace-', toString(number)), concat('span-', toString(number))",
+        ),
+        "batches": (f"{names}, Policy, Version", f"{rollout}, '{policy}', intDiv(number, 100) + 1"),
+    }
+    with connect(store) as client:
+        for table, (columns, values) in tables.items():
+            client.command(f"INSERT INTO spangrad_internal.{table} ({columns}) SELECT {values} FROM numbers(20000)")
+        client.command(f"INSERT INTO spangrad_internal.policy_versions (Policy, Version) SELECT '{policy}', number + 1 FROM numbers(200)")
+        lineage = f"SELECT * FROM spangrad.lineage WHERE Policy = '{policy}' AND {chosen}"
+        assert len(client.query(lineage).result_rows) == (100 if "Version" in chosen else 1)
+        read = sum(row["rows"] for row in client.query(f"EXPLAIN ESTIMATE {lineage}").named_results())
+    assert read <= 4 * 1024
 
 
 def test_version_name_and_span_name_parse_or_raise() -> None:

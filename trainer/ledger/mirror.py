@@ -39,8 +39,8 @@ _CALL_COLUMNS = (
     "Advantage",
 )  # fmt: skip
 _TOKEN_COLUMNS = ("RolloutId", "CallId", "TrainerLogprobs", "Entropies")
-_BATCH_TABLES = ("trained_tokens", "trained_calls", "batches")
-"""Tables of batches of rollouts; the last one is deleted from last, since it shows that rows are left."""
+_BATCH_TABLES = ("trained_tokens", "trained_calls", "batch_calls", "batches")
+"""Tables of batches of rollouts; the store itself fills batch_calls. The last one is deleted from last: it shows that rows are left."""
 _CALLS_AT_A_TIME = 256
 """Number of calls whose tokens are Python values at the same time."""
 _STORED_VERSIONS = """
