@@ -398,6 +398,24 @@ def test_conversations_train_each_token_and_reply_once(calls: list[tuple[list[in
             assert conversation.trained[len(prompt)]
 
 
+def test_conversations_of_tokens_copy_prompts_only_where_their_last_ids_agree() -> None:
+    """A map-reduce agent makes thousands of calls that share a long beginning and do not extend each other."""
+    copied = 0
+
+    class Prompt(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            nonlocal copied
+            copied += len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1
+            return super().__getitem__(key)
+
+    calls = [(Prompt([*range(1000), *[2000 + number] * (2 * number + 1)]), [3000 + number]) for number in range(100)]
+    longer = (Prompt([*calls[7][0], *calls[7][1], 1]), [2])
+    sequences = of_tokens([*calls, longer])
+    assert [sequence.calls for sequence in sequences if len(sequence.calls) > 1] == [[7, 100]]
+    assert len(sequences) == 100
+    assert copied < 200_000
+
+
 def test_export_tally_check_with_missing_calls_raises() -> None:
     tally = ExportTally(calls=3)
     tally.write(1, rows=1)

@@ -67,7 +67,7 @@ def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[CallTokens]:
     sequences: list[CallTokens] = []
     for index in sorted(range(len(calls)), key=lambda number: (len(calls[number][0]), number)):
         prompt, response = calls[index]
-        matches = [tokens for tokens in sequences if len(tokens.ids) <= len(prompt) and prompt[: len(tokens.ids)] == tokens.ids]
+        matches = [tokens for tokens in sequences if _begins_with(prompt, tokens.ids)]
         if matches:
             sequence = max(matches, key=lambda tokens: len(tokens.ids))
         else:
@@ -78,6 +78,12 @@ def of_tokens(calls: Sequence[tuple[list[int], list[int]]]) -> list[CallTokens]:
         sequence.mask += [0] * (len(prompt) - known) + [1] * len(response)
         sequence.calls.append(index)
     return sorted(sequences, key=lambda sequence: sequence.calls[0])
+
+
+def _begins_with(prompt: list[int], ids: list[int]) -> bool:
+    size = len(ids)
+    # The last id first: it differs in most sequences, and the comparison of all would copy the prompt for each.
+    return size <= len(prompt) and prompt[size - 1 : size] == ids[-1:] and prompt[:size] == ids
 
 
 def message_key(message: Message) -> Hashable:
