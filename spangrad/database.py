@@ -2,16 +2,18 @@
 
 Invariant: on either database a transaction begins by taking the only write lock, so that what it has read still holds when it writes; all
 statements of a reader see the rows of one moment; and what is committed is on disk (SQLite: WAL with synchronous=FULL; PostgreSQL: by
-default). A database is opened with the schema that made its tables, or not at all: rows of another release are never misread.
+default). Nothing waits for a PostgreSQL server for ever, and a server gives the locks of a client that was cut off to others. A database
+is opened with the schema that made its tables, or not at all: rows of another release are never misread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import sqlalchemy as sa
@@ -26,6 +28,23 @@ from spangrad.errors import SpangradError
 _POSTGRESQL = "postgresql+psycopg"
 _DRIVERS = {"sqlite": "sqlite", "postgresql": _POSTGRESQL, "postgres": _POSTGRESQL, _POSTGRESQL: _POSTGRESQL}
 _KNOWN = "sqlite:///FILE or postgresql://USER:PASSWORD@HOST/NAME"
+_SILENT_SECONDS = 120.0
+"""Time limit of a statement until the next byte of its result, in seconds: our longest ones change a million rollouts in less."""
+_CONNECTION: dict[str, int] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}
+"""Parameters of a connection to PostgreSQL, where its URL has no others: the server counts as lost once it was away for a minute."""
+_SESSION: dict[str, object] = {
+    "lock_timeout": "10s",  # as long as SQLite waits for its lock
+    # The server, too, must notice a client that was cut off and holds a lock: by default it does after two hours.
+    **{f"tcp_{name}": value for name, value in _CONNECTION.items() if name.startswith("keepalives")},
+    "tcp_user_timeout": _CONNECTION["tcp_user_timeout"],
+}
+"""Parameters that PostgreSQL keeps for a session."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -76,6 +95,8 @@ class Database:
         """Beginnings of transactions go through this, and methods that are `repeated`."""
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
+        else:
+            event.listen(self.engine, "do_connect", _connect_postgresql)
         event.listen(self.engine, "begin", self._begin)
         # PostgreSQL by default shows each statement what was committed before that statement; SQLite shows a transaction one moment.
         snapshot = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
@@ -205,6 +226,42 @@ def _configure_sqlite(connection: Any, _: object) -> None:
     connection.isolation_level = None  # transactions are ours: pysqlite would begin them late, and without a write lock
     for pragma in ("busy_timeout=10000", "journal_mode=WAL", "synchronous=FULL"):
         connection.execute(f"PRAGMA {pragma}")
+
+
+@cache
+def _limited_connection() -> type[Any]:
+    """Return the driver's class of connections, which here close and fail once the server is silent."""
+    import psycopg
+
+    class LimitedConnection(psycopg.Connection[Any]):
+        def wait(self, gen: Generator[Any, Any, Any], *arguments: Any, **options: Any) -> Any:
+            return super().wait(self._limited(gen), *arguments, **options)
+
+        def _limited(self, gen: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+            end = time.monotonic() + _SILENT_SECONDS
+            try:
+                state = next(gen)
+                while True:
+                    ready = yield state  # 0 where nothing has happened for a moment
+                    if ready:
+                        end = time.monotonic() + _SILENT_SECONDS
+                    elif time.monotonic() > end:
+                        self.close()
+                        raise psycopg.OperationalError(f"no answer for {_SILENT_SECONDS:g} s")
+                    state = gen.send(ready)
+            except StopIteration as stop:
+                return stop.value
+
+    return LimitedConnection
+
+
+def _connect_postgresql(_dialect: object, _record: object, arguments: Iterable[Any], parameters: Mapping[str, Any]) -> Any:
+    """Return a connection with time limits; the signature is that of SQLAlchemy's event `do_connect`."""
+    connection = _limited_connection().connect(*arguments, **{**_CONNECTION, **parameters})
+    connection.autocommit = True
+    connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in _SESSION.items()))
+    connection.autocommit = False
+    return connection
 
 
 class _Holder(Protocol):
