@@ -18,7 +18,7 @@ from typing import Any
 
 from collector.sql.answer_clause import AnswerClause
 from spangrad.errors import StoreError
-from spangrad.processes import lock_alone
+from spangrad.processes import lock_alone, make_private
 
 CONFIG = Path(__file__).parent / "chdb_config"
 HANDLE_SETTINGS = {
@@ -233,13 +233,13 @@ class EmbeddedDatabase:
 
 
 def make_directory(path: Path) -> None:
-    """Create a store's directory, closed to other users of the machine, of whom no file asks for a token; unless it exists.
+    """Create a store's directory, unless it exists; no file of it asks other users of the machine for a token.
 
     Raises:
         StoreError: it cannot be made, or is a file.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path)
     except OSError as error:
         raise _unusable(path, error) from None
 

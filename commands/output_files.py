@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from spangrad.errors import SettingsError
+from spangrad.processes import make_private
 
 
 def make_directory_of(file: Path, option: str) -> None:
@@ -19,7 +20,7 @@ def make_directory_of(file: Path, option: str) -> None:
     """
     problem = ""
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
     except OSError as error:
         problem = f"{file.parent} is no directory" if file.parent.exists() else error.strerror or str(error)
     if not problem and file.is_dir():

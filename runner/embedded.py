@@ -23,6 +23,7 @@ from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import QueuedRollout, Rollouts, RolloutState, RunCounts
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandState
+from spangrad.processes import make_private
 from spangrad.settings import RunnerSettings, Settings
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class EmbeddedQueue(QueueClient):
 
 
 def _directory(settings: RunnerSettings) -> Path:
+    make_private(settings.directory)
     directory = settings.directory / "queues" / file_name(settings.run_id)
     directory.mkdir(parents=True, exist_ok=True)
     return directory

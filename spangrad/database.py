@@ -9,9 +9,10 @@ is opened with the schema that made its tables, or not at all: rows of another r
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -94,6 +95,8 @@ class Database:
         self.retries: TransactionRetries = _once
         """Beginnings of transactions go through this, and methods that are `repeated`."""
         if self.is_sqlite:
+            if url.database not in {None, "", ":memory:"} and "uri" not in url.query:
+                _make_private_file(str(url.database))
             event.listen(self.engine, "connect", _configure_sqlite)
         else:
             event.listen(self.engine, "do_connect", _connect_postgresql)
@@ -220,6 +223,12 @@ def database_url(text: str, owner: Owner) -> sa.URL:
     except KeyError as error:
         name = owner.name
         raise owner.error(f"{owner.setting} names {error.args[0]!r}, which {name} does not know. Give {_KNOWN}.") from None
+
+
+def _make_private_file(path: str) -> None:
+    """Make a file that other users of the machine cannot read, unless it exists; where that fails, SQLite says why."""
+    with suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _configure_sqlite(connection: Any, _: object) -> None:

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from spangrad.errors import JSON_ERRORS, BuilderError
+from spangrad.processes import make_private
 from spangrad.settings import Settings
 
 
@@ -30,7 +31,7 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
     file = settings.page.examples / f"{name}.jsonl"
     weights = settings.trainer.credit.reward_weights
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_private(file.parent)
         with file.with_name(f".{name}.lock").open("w") as lock, closing(connect(settings.store)) as client:
             fcntl.flock(lock, fcntl.LOCK_EX)
             dataset = settings.trainer.dataset or dataset_of_settings(client, settings.store.url, settings, None)

@@ -16,6 +16,7 @@ import msgspec
 from pydantic import SecretStr
 
 from spangrad.errors import JSON_ERRORS, GatewayError
+from spangrad.processes import make_private
 from spangrad.settings import BackendSettings
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class BackendRegistry:
         registered = [RegisteredBackend.of(backend) for backend in backends]
         new = self._file.with_suffix(".new")
         try:
-            new.parent.mkdir(parents=True, exist_ok=True)
+            make_private(new.parent)
             new.unlink(missing_ok=True)
             with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
                 out.write(msgspec.json.encode(registered))

@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from spangrad.errors import GatewayError
-from spangrad.processes import lock_alone
+from spangrad.processes import lock_alone, make_private
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ def _delete(path: Path) -> None:
 def _own(directory: Path) -> int:
     """Lock the directory until the process ends; return the lock's file descriptor."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         lock = os.open(directory / "owner", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise GatewayError(

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 
 from spangrad.database import Database, Owner, database_url
 from spangrad.errors import QueueError
-from spangrad.processes import lock_alone
+from spangrad.processes import lock_alone, make_private
 
 METADATA = sa.MetaData()
 _BIG = sa.BigInteger().with_variant(sa.Integer, "sqlite")
@@ -339,7 +339,7 @@ def _only_server(url: sa.URL) -> IO[str]:
     """Lock a file next to SQLite's, so that one process serves from the database."""
     path = Path(f"{url.database or 'queue.db'}.lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         file = path.open("w")
     except OSError as error:
         raise QueueError(f"queue.db: {path} cannot be written ({error.strerror}). Name a file that can.") from None

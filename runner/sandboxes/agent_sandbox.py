@@ -30,6 +30,7 @@ from runner.workers.agents import AgentSpec, CommandAgent, is_service
 from runner.workers.root_spans import SandboxFacts
 from spangrad.agent.command import SandboxLaunch, program_file
 from spangrad.errors import SandboxError
+from spangrad.processes import make_private
 from spangrad.settings import Settings
 from spangrad.settings.runner import RunnerSettings
 from spangrad.types import SandboxRung
@@ -122,6 +123,8 @@ def policy_from(
         SandboxError: the image cannot be unpacked.
     """
     sandbox = runner.sandbox
+    if sandbox.image is not None:
+        make_private(runner.directory)
     return SandboxPolicy(
         directory=directory,
         readable=(*readable, *(path.resolve() for path in sandbox.readable)),

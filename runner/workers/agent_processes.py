@@ -26,7 +26,7 @@ from runner.workers.containers import remove_of_host
 from spangrad.agent.command import SandboxLaunch
 from spangrad.agent.host import LINE_LIMIT_BYTES
 from spangrad.errors import JSON_ERRORS, AgentError
-from spangrad.processes import MARK, dying_with_parent, kill_group, kill_marked
+from spangrad.processes import MARK, dying_with_parent, kill_group, kill_marked, make_private
 from spangrad.settings import RunnerSettings
 from spangrad.types import AttemptFailure
 
@@ -103,6 +103,7 @@ class AgentHost:
         mark = uuid.uuid4().hex
         try:
             with ExitStack() as own, ExitStack() as inherited:
+                make_private(settings.directory)
                 log = HostLog(log_file)
                 # Own pipes: those of asyncio would hide the process's end for as long as a child of it holds them open.
                 jobs_out, jobs_in = _open_pipe(inherited, own)

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 from spangrad.errors import JSON_ERRORS, SpangradError
 from spangrad.leases import is_dead, is_here, shown, this_process
-from spangrad.processes import lock_alone
+from spangrad.processes import lock_alone, make_private
 from spangrad.supervisor.service import ServiceState
 
 LOCK = ".spangrad-run"
@@ -51,7 +51,7 @@ class RunDirectory:
             SpangradError: another process owns it, or it cannot be made or locked.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_private(self.path)
             lock = (self.path / LOCK).open("a+")
         except OSError as error:
             raise SpangradError(f"{self.path} cannot be the directory of a run ({error.strerror}). Name another directory.") from error

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import BadRowsError, SpangradError, TrainerError
+from spangrad.processes import make_private
 from spangrad.ray_connection import first_line
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums, added
@@ -131,7 +132,7 @@ class DistributedWorkers:
 
         shared = None if self._cluster.own else self._settings.directory.absolute()
         if shared:
-            shared.mkdir(parents=True, exist_ok=True)
+            make_private(shared)
         with tempfile.TemporaryDirectory(prefix=".weights-", dir=shared) as directory:
             self.everywhere("save_weights", Path(directory))
             with safe_open(Path(directory) / weights_file(self._settings), "numpy") as file:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from spangrad.errors import CheckpointError, LedgerError, SettingsError
+from spangrad.processes import make_private
 from spangrad.settings import Settings
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
@@ -120,6 +121,7 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
     versions = checkpoint.branch_directory(trainer.directory, trainer.policy, trainer.branch)
     path = versions.with_name(f".{versions.name}.lock")
     try:
+        make_private(trainer.directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+")  # NFS gives a shared lock to readers alone
     except OSError as error:

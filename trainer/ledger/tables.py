@@ -18,6 +18,7 @@ from sqlalchemy import event
 from spangrad.database import Database as AnyDatabase
 from spangrad.database import Owner, database_url
 from spangrad.errors import LedgerError
+from spangrad.processes import make_private
 from spangrad.settings import TrainerSettings
 from spangrad.types import PolicyVersion, VersionStatus
 
@@ -270,5 +271,5 @@ def _note_change(connection: sa.Connection, statement: object, *_: object) -> No
 def _url(location: Path | str) -> sa.URL:
     if isinstance(location, str):
         return database_url(location, _OWNER)
-    location.mkdir(parents=True, exist_ok=True)
+    make_private(location)
     return sa.URL.create("sqlite", database=str(location / FILE))

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from spangrad.errors import JSON_ERRORS, CheckpointError
+from spangrad.processes import make_private
 from spangrad.types import VersionStatus
 from spangrad.weights import adapters
 from spangrad.weights.adapters import AdapterFacts
@@ -101,6 +102,7 @@ def write(
     temporary = final.with_name(f"{_TEMPORARY}{final.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
+        make_private(directory)
         temporary.mkdir(parents=True)
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name not in {MARKER, TRAINED_CALLS, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):

@@ -15,6 +15,7 @@ from typing import IO, Any
 import msgspec
 
 from spangrad.errors import BuilderError
+from spangrad.processes import make_private
 
 CARD_MARK = "written by spangrad"
 """Text in the card of each directory that an export writes."""
@@ -38,9 +39,9 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
     out = out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_private(out.parent)
         if directory:
-            temporary.mkdir()
+            make_private(temporary)
         yield temporary
         _refuse(out, force=force, directory=directory)
         if out.is_dir():
