@@ -10,21 +10,25 @@ import asyncio
 import base64
 import io
 import json
+import math
 import signal
 import uuid
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import aiohttp
 
 from runner.sandboxes.policy import RemoteServer, SandboxPolicy
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult
 from spangrad.errors import SandboxError, SandboxRequestError
+from spangrad.http.client_timeouts import BODY_BYTES_A_SECOND
 from spangrad.http.service import without_userinfo
 from spangrad.types import SandboxRung
 
+ANSWER_SECONDS = 60.0
+"""Time that a server has to answer, in seconds, beside the time limits of the requests that it works on."""
 STOP_SECONDS = 60.0
 """Time limit of the end of a sandbox, in seconds: a server may be busy with a command before it answers."""
 _RAISED_STATUS = 511
@@ -72,6 +76,8 @@ class RemoteSandbox:
         self._server = server
         self._source = directory
         self._session: aiohttp.ClientSession | None = None
+        self._limits: list[float] = []
+        """Time limits of the requests under way, in seconds: SWE-ReX's server works on one after the other."""
         self.home = ""
         """Private, writable directory on the server; empty until the sandbox is entered."""
         self.directory = ""
@@ -107,23 +113,28 @@ class RemoteSandbox:
         await self.stop()
 
     async def ask(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Send a request of the protocol.
+        """Send a request of the protocol, and wait for as long as its own time limit allows; without one, for ever.
 
         Raises:
             RemoteError: it raised on the server.
             SandboxRequestError: the server does not answer, or refuses.
         """
-        return await self._send(path, json=body)
+        limit = cast("float | None", body.get("timeout", body.get("startup_timeout", 0.0)))
+        return await self._send(path, math.inf if limit is None else limit, json=body)
 
-    async def _send(self, path: str, **content: Any) -> dict[str, Any]:
+    async def _send(self, path: str, limit_seconds: float = 0.0, **content: Any) -> dict[str, Any]:
         assert self._session is not None
         url = f"{self._server.url.rstrip('/')}/{path}"
         shown_url = without_userinfo(url)
+        self._limits.append(limit_seconds)
+        seconds = sum(self._limits) + ANSWER_SECONDS
         try:
-            async with self._session.post(url, **content) as response:
+            async with asyncio.timeout(seconds if seconds < math.inf else None), self._session.post(url, **content) as response:
                 text = await response.text()
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise SandboxRequestError(f"{shown_url} does not answer ({error}). {_REMEDY}") from None
+            raise SandboxRequestError(f"{shown_url} does not answer ({str(error) or f'within {seconds:g} s'}). {_REMEDY}") from None
+        finally:
+            self._limits.remove(limit_seconds)
         try:
             answer = json.loads(text)
             if response.status == _RAISED_STATUS:
@@ -136,15 +147,16 @@ class RemoteSandbox:
             raise SandboxRequestError(f"{shown_url} does not speak SWE-ReX ({response.status}): {text[:200]!r}. {_REMEDY}") from None
         return answer
 
-    async def _execute(self, command: Sequence[str], directory: str | None = None, timeout_seconds: float | None = None) -> dict[str, Any]:
-        return await self.ask("execute", {"command": list(command), "cwd": directory, "timeout": timeout_seconds})
+    async def _execute(self, command: Sequence[str], directory: str | None = None, **timeout: float | None) -> dict[str, Any]:
+        """Run a program; one without `timeout` ends at once."""
+        return await self.ask("execute", {"command": list(command), "cwd": directory, **timeout})
 
     async def _upload(self, path: str, content: bytes, *, unzip: bool = False) -> None:
         form = aiohttp.FormData()
         form.add_field("file", content, filename="content", content_type="application/octet-stream")
         form.add_field("target_path", path)
         form.add_field("unzip", str(unzip).lower())
-        await self._send("upload", data=form)
+        await self._send("upload", len(content) / BODY_BYTES_A_SECOND, data=form)
 
     async def run(
         self,
@@ -171,7 +183,7 @@ class RemoteSandbox:
             await self._upload(file, stdin)
             words = ["sh", "-c", 'exec <"$1" && rm -f "$1" && shift && exec "$@"', "sh", file, *words]
         try:
-            ended = await self._execute(words, directory or self.directory, timeout_seconds)
+            ended = await self._execute(words, directory or self.directory, timeout=timeout_seconds)
         except RemoteError as error:
             if error.kind != "CommandTimeoutError":
                 raise
