@@ -94,7 +94,7 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
         ) as placed,
     ):
         progress = ProgressReader(placed.settings)
-        was_ready = False
+        was_ready = is_announced = False
         with Supervisor(placed.services, screen.event, policy=RestartPolicy(), launch=placed.launch) as supervisor:
 
             def publish(training: TrainingProgress | None = None) -> None:
@@ -107,6 +107,9 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
                     supervisor.poll()
                     was_ready = was_ready or supervisor.are_ready
                     publish(progress.newest() if was_ready else None)
+                    if not is_announced:
+                        run.require_published()
+                        is_announced = was_ready
                     # Later, a failed service leaves the others to those who use them.
                     if not was_ready and supervisor.failed:
                         raise SpangradError(supervisor.failure(supervisor.failed[0]))

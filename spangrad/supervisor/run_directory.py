@@ -42,13 +42,14 @@ class RunDirectory:
         """Store the path; `__enter__` takes the directory."""
         self.path = path
         self._lock: IO[str] | None = None
-        self._unpublished = False
+        self._problem = ""
+        """Reason for which the status was not written. Empty: it was."""
 
     def __enter__(self) -> Self:
         """Create the directory and become its owner.
 
         Raises:
-            SpangradError: another process owns it, or it cannot be made or locked.
+            SpangradError: another process owns it, or it cannot be made, locked or written.
         """
         try:
             make_private(self.path)
@@ -91,12 +92,13 @@ class RunDirectory:
         """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports.
 
         Raises:
-            SpangradError: one has not ended in time.
+            SpangradError: one has not ended in time, or the status cannot be written.
         """
         # Of another boot, container or machine, none has a port or a process of this one.
         running = [service for service in _status(self.path)["services"] if is_here(service.get("holder", ""))]
         # An interrupted wait leaves them to the next owner.
         self.publish({"services": [{**service, "state": ServiceState.STOPPING} for service in running], "ready": False})
+        self.require_published()
         seconds = PREDECESSOR_SECONDS + max((service["grace_seconds"] for service in running), default=0.0)
         end = time.monotonic() + seconds
         logged = False
@@ -129,11 +131,20 @@ class RunDirectory:
             temporary.write_text(json.dumps(status))
             temporary.replace(self.path / STATUS)
         except OSError as error:
-            if not self._unpublished:
+            if not self._problem:
                 logger.warning("the status in %s cannot be written (%s), and stays as it was", self.path / STATUS, error.strerror)
-            self._unpublished = True
+            self._problem = error.strerror or str(error)
         else:
-            self._unpublished = False
+            self._problem = ""
+
+    def require_published(self) -> None:
+        """Raise if the newest status was not written: others would neither see the services nor that they are ready.
+
+        Raises:
+            SpangradError: it was not.
+        """
+        if self._problem:
+            raise SpangradError(f"{self.path / STATUS} cannot be written ({self._problem}). Free space, or name another directory.")
 
 
 def fresh_directory(path: Path) -> RunDirectory:

@@ -31,8 +31,8 @@ from spangrad.settings.sources import load_settings
 from spangrad.supervisor.launcher import LocalProcess
 from spangrad.supervisor.service import ServiceSpec
 
-directory, failing = Path(sys.argv[1]), sys.argv[3] == "failing"
-signal.signal(signal.SIGHUP, getattr(signal, sys.argv[2]))  # the tests may run under nohup
+directory, mode = Path(sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGHUP, getattr(signal, sys.argv[3]))  # the tests may run under nohup
 DRAIN = '''
 import pathlib, signal, sys, time
 def drain(*_):
@@ -52,11 +52,23 @@ while not pathlib.Path(sys.argv[1], "prepared").exists():
     time.sleep(0.01)
 sys.exit(2)
 '''
+BLOCK = '''
+import pathlib, sys, time
+status = pathlib.Path(sys.argv[1], "status.json.new")
+while not status.is_dir():
+    try:
+        status.mkdir()
+    except FileExistsError:
+        pass
+time.sleep(600)
+'''
 
 @contextmanager
 def on_this_machine(settings, options, agent):
     services = [ServiceSpec("worker", (sys.executable, "-c", DRAIN, str(directory)), directory / "worker.log")]
-    if failing:
+    if mode == "blocking":
+        services.append(ServiceSpec("page", (sys.executable, "-c", BLOCK, str(directory)), directory / "page.log", "http://127.0.0.1:9/"))
+    if mode == "failing":
         services.append(ServiceSpec("page", (sys.executable, "-c", FAIL, str(directory)), directory / "page.log", "http://127.0.0.1:9/"))
     yield places.PlacedServices(settings, tuple(services), LocalProcess)
 
@@ -66,9 +78,12 @@ up._supervise(load_settings({"up.directory": str(directory)}, env={}), None, [],
 
 
 @contextmanager
-def up(directory: Path, *, failing: bool = False, hangup: str = "SIG_DFL") -> Generator[subprocess.Popen[str]]:
-    """Run `spangrad up` with a service that drains until there is a file `go`, and maybe one that fails once the first is prepared."""
-    words = [sys.executable, "-c", UP, str(directory), hangup, "failing" if failing else ""]
+def up(directory: Path, mode: str = "", hangup: str = "SIG_DFL") -> Generator[subprocess.Popen[str]]:
+    """Run `spangrad up` with a service that drains until there is a file `go`.
+
+    The mode `failing` adds one that fails once the first is prepared; `blocking` one after whose start no status can be written.
+    """
+    words = [sys.executable, "-c", UP, str(directory), mode, hangup]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             wait_until((directory / "prepared").exists, 60, "the service")
@@ -110,7 +125,7 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
 def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     terminal, end = pty.openpty()
-    words = ["setsid", "--ctty", sys.executable, "-c", UP, str(tmp_path), "SIG_DFL", ""]
+    words = ["setsid", "--ctty", sys.executable, "-c", UP, str(tmp_path), "", "SIG_DFL"]
     with (tmp_path / "errors").open("wb") as errors:
         process = subprocess.Popen(words, stdin=end, stdout=end, stderr=errors)
     os.close(end)
@@ -122,6 +137,34 @@ def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert (tmp_path / "drained").exists()
+
+
+def test_up_whose_status_cannot_be_written_ends_before_it_starts_services(tmp_path: Path) -> None:
+    (tmp_path / "status.json.new").mkdir()
+    words = [sys.executable, "-c", UP, str(tmp_path), ""]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path}/status.json cannot be written (Is a directory). Free space, or name another directory." in done.stderr
+    assert not (tmp_path / "worker.log").exists()
+    assert owner_of(tmp_path) is None
+
+
+def test_up_whose_status_cannot_be_written_any_more_before_it_is_ready_ends(tmp_path: Path) -> None:
+    (tmp_path / "go").touch()
+    with up(tmp_path, "blocking") as process:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"{tmp_path}/status.json cannot be written" in output
+    assert owner_of(tmp_path) is None
+
+
+def test_up_detached_whose_status_cannot_be_written_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "go").touch()
+    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: [sys.executable, "-c", UP, str(tmp_path), "blocking"])
+    with pytest.raises(SystemExit) as ended:
+        commands.services.up.up(detach=True, set_=[f"up.directory={tmp_path}"])
+    assert ended.value.code == 1
+    assert f"{tmp_path}/status.json cannot be written" in (tmp_path / "up.log").read_text()
 
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(1)"])
@@ -144,7 +187,7 @@ def test_up_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 
 def test_up_interrupted_while_it_ends_after_a_failure_waits_for_services(tmp_path: Path) -> None:
-    with up(tmp_path, failing=True) as process:
+    with up(tmp_path, "failing") as process:
         wait_until((tmp_path / "asked").exists, 30, "the signal of the service")
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
