@@ -36,6 +36,8 @@ NOT_SETTINGS = frozenset(
 )
 """URL parameters that are not settings of the database."""
 DEFAULT_SESSION_SECONDS = 60.0
+MAX_SESSION_SECONDS = 3600.0
+"""Longest time for which an unused session is kept, in seconds, as in ClickHouse."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -150,8 +152,9 @@ def _seconds(session_timeout: str | float) -> float:
         seconds = float(session_timeout)
     except ValueError:
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise BadRequestError(374, f"session_timeout is {session_timeout!r:.100}, and not a number of seconds.", "INVALID_SESSION_TIMEOUT")
+    if not 0 <= seconds <= MAX_SESSION_SECONDS:
+        message = f"session_timeout is {session_timeout!r:.100}. Give a number of seconds from 0 to {MAX_SESSION_SECONDS:g}."
+        raise BadRequestError(374, message, "INVALID_SESSION_TIMEOUT")
     return seconds
 
 

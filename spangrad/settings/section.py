@@ -22,6 +22,8 @@ def _one_line(token: SecretStr) -> SecretStr:
 
 Token = Annotated[SecretStr, Field(min_length=1), AfterValidator(_one_line)]
 """Token or key that requests carry in a header; whitespace around it, such as the line break at the end of a file, is no part of it."""
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
+"""Time, in seconds: no more than requests of the queue may name, since JSON has no infinity."""
 
 
 def _is_server(url: str) -> str:

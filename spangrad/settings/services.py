@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from spangrad.settings.section import Section, ServerUrl, Token
+from spangrad.settings.section import Seconds, Section, ServerUrl, Token
 
 
 class QueueSettings(Section):
@@ -23,7 +23,7 @@ class QueueSettings(Section):
     """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
     db: SecretStr = SecretStr("sqlite:///data/queue.db")
     """Database of the queue: sqlite:///FILE, or postgresql://USER:PASSWORD@HOST/NAME. One server at a time uses it."""
-    lease_seconds: float = Field(default=30.0, gt=0)
+    lease_seconds: Seconds = 30.0
     """Time without a heartbeat after which a rollout is given to another worker, in seconds, where its worker requested no other time."""
     callback_hosts: list[str] = Field(default=[])
     """Hosts that POST /v1/process may post trajectories to, as HOST or HOST:PORT; HOST alone allows each of its ports."""
@@ -41,15 +41,15 @@ class EnvironmentServiceSettings(Section):
     """TCP port of `spangrad environments` and `spangrad env serve`."""
     token: Token | None = None
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
-    lease_seconds: float = Field(default=30.0, gt=0)
+    lease_seconds: Seconds = 30.0
     """Time without a heartbeat of its lease after which an environment instance is reclaimed, in seconds; for sessions: without an answer
     of its connection."""
-    idle_seconds: float = Field(default=900.0, gt=0)
+    idle_seconds: Seconds = 900.0
     """Time without a request after which a session of `spangrad env serve` ends, in seconds; also that for which a player waits for
     the others."""
-    turn_seconds: float = Field(default=120.0, gt=0)
+    turn_seconds: Seconds = 120.0
     """Time in which a player of a served game acts, in seconds; one that does not forfeits."""
-    operation_seconds: float = Field(default=60.0, gt=0)
+    operation_seconds: Seconds = 60.0
     """Time limit of each operation of an environment instance (make, begin, reset, step, observe, close), in seconds; an instance that
     exceeds it is replaced."""
 

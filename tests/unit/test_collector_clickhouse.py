@@ -137,7 +137,7 @@ def test_find_answer_clause_finds_format_and_settings(sql: str, expected: Answer
     [
         ({"query": " "}, 62),
         ({"query": "SELECT 1", "a;DROP": "1"}, 115),
-        *(({"query": "SELECT 1", "session_timeout": text}, 374) for text in ("soon", "nan", "inf", "-1")),
+        *(({"query": "SELECT 1", "session_timeout": text}, 374) for text in ("soon", "nan", "inf", "1e300", "3601", "-1")),
     ],
 )
 def test_read_statement_invalid_request_raises_with_code(parameters: dict[str, str], code: int) -> None:

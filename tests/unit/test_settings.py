@@ -70,6 +70,11 @@ def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
         ({}, {"SPANGRAD_GATEWAY__PORT": "eighty"}, "", "setting gateway.port = 'eighty' (environment SPANGRAD_GATEWAY__PORT)"),
         ({"trainer.credit.gamma": 2}, {}, "", "setting trainer.credit.gamma = 2 (flag)"),
         ({"runner.workers": 0}, {}, "", "setting runner.workers = 0 (flag)"),
+        *(
+            ({f"{key}_seconds": seconds}, {}, "", f"setting {key}_seconds = {seconds!r} (flag)")
+            for key in ("environments.lease", "environments.idle", "environments.turn", "environments.operation", "queue.lease")
+            for seconds in ("inf", "1e300", "nan", "0")
+        ),
         ({}, {"SPANGRAD_TRAINER__OPTIM__BETAS": "abc"}, "", "SPANGRAD_TRAINER__OPTIM__BETAS (environment) is no JSON. Lists are"),
         ({}, {"SPANGRAD_TRAINER__OPTIM": "3"}, "", "trainer.optim (environment) is a section, and has no value of its own. Set trainer."),
         ({}, {}, "store = 3\n", "store (file {file}) is a section, and has no value of its own. Set store.NAME."),
