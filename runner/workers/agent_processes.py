@@ -158,7 +158,9 @@ class AgentHost:
     async def _deliver_answers(self) -> None:
         """Deliver answers until the process ends; then answer the remaining jobs with `crash`."""
         reading = asyncio.create_task(self._read())
+        freeing = asyncio.create_task(self._log.free_space())
         code = await self._process.wait()
+        freeing.cancel()
         self.retired = True
         kill_group(self._process.pid)
         await asyncio.wait([reading], timeout=_DRAIN_SECONDS)

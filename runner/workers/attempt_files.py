@@ -6,15 +6,18 @@ attempt that printed nothing leaves nothing; the number of rollouts kept is boun
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from runner.ids import file_name
-from spangrad.agent.attempt_log import FILE
+from spangrad.agent.attempt_log import FILE, free_beginning
+from spangrad.agent.command import FREE_SECONDS
 from spangrad.text_sanitizer import storable
 
 _logger = logging.getLogger(__name__)
@@ -40,6 +43,17 @@ class HostLog:
     def open(self) -> BinaryIO:
         """Open the file to write to its end."""
         return self.file.open("ab")
+
+    async def free_space(self) -> None:
+        """Free the disk space of all but the end of the file now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(FREE_SECONDS)
+            with suppress(OSError):  # it was moved, or there are no descriptors
+                file = os.open(self.file, os.O_WRONLY)
+                try:
+                    free_beginning(file)
+                finally:
+                    os.close(file)
 
     def tail(self) -> str:
         """Return the end of what was written, or the reason for which it cannot be read."""

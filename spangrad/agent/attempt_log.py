@@ -23,6 +23,8 @@ FILE = "output.log"
 """Name of the file of a log."""
 _LIMIT_BYTES = 2**20
 """Largest size of a log, in bytes."""
+_KEPT_BYTES = 2**23
+"""End of an output that keeps its disk space while its process runs, in bytes: more than is read of it."""
 _PUNCH_HOLE = 0b11
 """Flags of fallocate: free a part of a file, and keep its size."""
 _CUT = f"\n[more was printed than the {_LIMIT_BYTES} bytes that are kept]\n"
@@ -143,9 +145,9 @@ def divide_outputs() -> None:
     sys.stdout, sys.stderr = _Outputs(sys.stdout), _Outputs(sys.stderr)
 
 
-def free_beginning(file: int, kept_bytes: int) -> None:
-    """Free the disk space of what a program has written to a file, but for the end; where the file system cannot, nothing happens."""
+def free_beginning(file: int) -> None:
+    """Free the disk space of what a process has written to a file, but for the end; where the file system cannot, nothing happens."""
     state = os.fstat(file)
-    length = state.st_size - kept_bytes
-    if length > 0 and state.st_blocks * 512 > 2 * kept_bytes and sys.platform == "linux":
+    length = state.st_size - _KEPT_BYTES
+    if length > 0 and state.st_blocks * 512 > 2 * _KEPT_BYTES and sys.platform == "linux":
         ctypes.CDLL(None).fallocate(file, _PUNCH_HOLE, ctypes.c_int64(0), ctypes.c_int64(length))

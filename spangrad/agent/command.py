@@ -42,9 +42,7 @@ STARTED_VARIABLE = "SPANGRAD_SANDBOX_STARTED"
 _INSTRUMENT = "opentelemetry-instrument"
 _TAIL_BYTES = 2**20
 """Largest last line that is read, in bytes."""
-_KEPT_BYTES = 2**23
-"""End of each output that keeps its disk space while a program runs, in bytes: more than is read of it."""
-_FREE_SECONDS = 1.0
+FREE_SECONDS = 1.0
 """Pause between two looks at the space that outputs take, in seconds."""
 _LAST_ERROR_BYTES = 1000
 _GRACE_SECONDS = 1.0
@@ -208,10 +206,10 @@ async def _start(command: Sequence[str], **options: Any) -> asyncio.subprocess.P
 async def _free_space(*outputs: IO[bytes] | int) -> None:
     """Free the space of all but the ends of outputs now and then, so that a program that prints without end fills no disk."""
     while True:
-        await asyncio.sleep(_FREE_SECONDS)
+        await asyncio.sleep(FREE_SECONDS)
         for output in outputs:
             if not isinstance(output, int):
-                free_beginning(output.fileno(), _KEPT_BYTES)
+                free_beginning(output.fileno())
 
 
 def _ignore_group(leader: int, ended: bool) -> None:

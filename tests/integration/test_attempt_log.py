@@ -73,7 +73,7 @@ async def test_agent_command_that_floods_its_output_takes_little_disk_space(tmp_
         state = os.fstat(files[1].fileno())
         return state.st_size == 2**26 and state.st_blocks * 512 < 2**24
 
-    monkeypatch.setattr(command_module, "_FREE_SECONDS", 0.05)
+    monkeypatch.setattr(command_module, "FREE_SECONDS", 0.05)
     monkeypatch.setattr(tempfile, "TemporaryFile", opened)
     end = tmp_path / "end"
     program = (
