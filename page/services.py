@@ -13,6 +13,7 @@ from typing import Any
 
 from spangrad.errors import SpangradError
 from spangrad.http.json_http import status_of, text_of
+from spangrad.processes import LOOPBACK
 from spangrad.settings import Settings
 from spangrad.supervisor import run_directory
 
@@ -33,8 +34,9 @@ def services_of(settings: Settings) -> list[dict[str, Any]]:
     }
     if settings.queue.url:
         requests["queue"] = lambda: _answering(f"{settings.queue.url}/healthz")
-    if settings.builder.metrics_address:
-        requests["builder"] = lambda: _builder(f"http://{settings.builder.metrics_address}/metrics")
+    if address := settings.builder.metrics_address:
+        token = None if address.rpartition(":")[0] in LOOPBACK else settings.store.password
+        requests["builder"] = lambda: _builder(f"http://{address}/metrics", token)
     with ThreadPoolExecutor(len(requests)) as threads:
         answers = {name: threads.submit(request) for name, request in requests.items()}
     answered = [{"name": name, **answer.result()} for name, answer in answers.items()]
@@ -55,8 +57,8 @@ def _answering(url: str) -> dict[str, Any]:
     return {"answers": status is not None and status < 500, "detail": ""}
 
 
-def _builder(url: str) -> dict[str, Any]:
-    text = text_of(url, _ANSWER_SECONDS)
+def _builder(url: str, token: str | None) -> dict[str, Any]:
+    text = text_of(url, _ANSWER_SECONDS, token)
     try:
         return {"answers": text is not None, "detail": _lags(text or "")}
     except (KeyError, ValueError):  # another program listens at the address

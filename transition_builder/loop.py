@@ -66,7 +66,9 @@ def follow(settings: Settings) -> NoReturn:
     """
     builder = _started(settings)
     if settings.builder.metrics_address:
-        serve_metrics(settings.builder.metrics_address, builder.lags)
+        reader = settings.store.read_token
+        tokens = [settings.store.password, reader.get_secret_value() if reader else None]
+        serve_metrics(settings.builder.metrics_address, builder.lags, tokens)
     # The first pass may take hours; a rule that fails in it is one that was just set, and is shown at once.
     _retrying(StoreError)(builder.build_ready)
     retrying = _retrying(StoreError, RuleError)

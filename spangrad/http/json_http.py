@@ -16,7 +16,7 @@ from ssl import SSLError
 from typing import Any
 
 from spangrad.errors import JSON_ERRORS
-from spangrad.http.service import RemoteService, RequestError, Retries, without_userinfo
+from spangrad.http.service import RemoteService, RequestError, Retries, bearer, without_userinfo
 
 
 def ask(service: RemoteService, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, seconds: float) -> Any:
@@ -61,10 +61,10 @@ def status_of(url: str, seconds: float = 2.0) -> int | None:
         return 0 if isinstance(getattr(error, "reason", None), SSLError) else None
 
 
-def text_of(url: str, seconds: float = 2.0) -> str | None:
-    """Return the text of a GET. None: there is no whole response, or it is none of success."""
+def text_of(url: str, seconds: float = 2.0, token: str | None = None) -> str | None:
+    """Return the text of a GET, with a token if there is one. None: there is no whole response, or it is none of success."""
     try:
-        with urllib.request.urlopen(url, timeout=seconds) as response:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=bearer(token)), timeout=seconds) as response:
             return response.read().decode(errors="replace")
     except (OSError, ValueError, http.client.HTTPException):
         return None

@@ -78,7 +78,7 @@ def queue(model: Path) -> Iterator[QueueSettings]:
 def url(rollouts: PageRollouts, model: Path, ledger: TrainerSettings, queue: QueueSettings) -> Iterator[str]:
     page = PageSettings(trace_url="https://traces.example/t/{trace}")
     builder = BuilderSettings(metrics_address=f"127.0.0.1:{free_ports(1)[0]}")
-    serve_metrics(str(builder.metrics_address), lambda: {"train": (5.2, 3), "validate": (0.0, 0)})
+    serve_metrics(str(builder.metrics_address), lambda: {"train": (5.2, 3), "validate": (0.0, 0)}, [])
     up = UpSettings(directory=model / "up")
     services = Settings(store=rollouts.store, page=page, trainer=ledger, builder=builder, up=up, queue=queue)
     settings = services.model_copy(update={"engine": EngineSettings(model=model)})

@@ -30,8 +30,8 @@ def test_page_modules_name_no_internal_table() -> None:
 
 @pytest.mark.parametrize("text", ["<html>", "spangrad_builder_lag_seconds 5\n"])
 def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(services, "text_of", lambda url, seconds: text)
-    monkeypatch.setattr(services, "status_of", lambda url, seconds: None)
+    monkeypatch.setattr(services, "text_of", lambda *_: text)
+    monkeypatch.setattr(services, "status_of", lambda *_: None)
     settings = Settings(builder=BuilderSettings(metrics_address="127.0.0.1:9"))
     builder = next(row for row in services.services_of(settings) if row["name"] == "builder")
     assert (builder["answers"], builder["detail"][:37]) == (False, "what http://127.0.0.1:9/metrics answe")

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from spangrad.errors import SettingsError
+from spangrad.http.json_http import text_of
 from spangrad.processes import free_ports
 from transition_builder import waiting
 from transition_builder.metrics import BuilderMetrics, serve_metrics
@@ -85,9 +86,28 @@ def silent() -> pl.DataFrame:
     return pl.DataFrame({"Mode": ["", ""], "RolloutKey": ["t", "t"], "IngestedAt": [NOW - timedelta(seconds=7), NOW]})
 
 
+def test_serve_metrics_beyond_loopback_without_token_raises() -> None:
+    for host in ("0.0.0.0", "192.168.1.7"):
+        address = f"{host}:{free_ports(1)[0]}"
+        with pytest.raises(
+            SettingsError, match=rf"metrics_address = '{address}' would listen beyond this machine without a token"
+        ):
+            serve_metrics(address, dict, ["", None])
+
+
+def test_serve_metrics_beyond_loopback_asks_for_token() -> None:
+    (port,) = free_ports(1)
+    serve_metrics(f"0.0.0.0:{port}", lambda: {"train": (5.0, 2)}, ["secret", "reader"])
+    url = f"http://127.0.0.1:{port}/metrics"
+    assert text_of(url) is None
+    assert text_of(url, token="wrong") is None
+    assert "spangrad_builder_waiting_rollouts" in (text_of(url, token="secret") or "")
+    assert "spangrad_builder_waiting_rollouts" in (text_of(url, token="reader") or "")
+
+
 def test_serve_metrics_at_an_unusable_address_raises_with_remedy() -> None:
     (port,) = free_ports(1)
-    serve_metrics(f"127.0.0.1:{port}", dict)
+    serve_metrics(f"127.0.0.1:{port}", dict, [])
     for unusable in (port, 99999):
         with pytest.raises(SettingsError, match=r"builder\.metrics_address = .* cannot be bound .*Choose another address"):
-            serve_metrics(f"127.0.0.1:{unusable}", dict)
+            serve_metrics(f"127.0.0.1:{unusable}", dict, [])
