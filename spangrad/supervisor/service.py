@@ -69,7 +69,7 @@ class RestartPolicy:
     health_seconds: float = 1.0
     """Interval of the health checks of a service that is ready, in seconds."""
     tries: int = 3
-    """Starts of a service that never became ready, after which it has failed."""
+    """Starts of a service that never became ready, or ends before all services were, after which it has failed."""
 
     def delay(self, failures: int) -> float:
         """Return the delay before the next start, in seconds, after so many failures in a row."""

@@ -76,6 +76,8 @@ class Supervisor:
         self._on_event = on_event
         self._policy = policy
         self._launch = launch
+        self._were_ready = False
+        """True once every service was ready at the same time."""
 
     def __enter__(self) -> Self:
         """Start nothing yet, so that `__exit__` stops what an interrupted start has started."""
@@ -219,6 +221,7 @@ class Supervisor:
             self._on_event(f"{supervised.service.name} is ready ({now - supervised.since:.1f} s)")
             supervised.was_ready = supervised.was_ready or url is not None
             self._enter(supervised, ServiceState.READY)
+            self._were_ready = self._were_ready or self.are_ready
         elif not healthy and supervised.state is ServiceState.READY:
             self._on_event(f"{supervised.service.name} does not answer at {without_userinfo(url or '')}")
             self._enter(supervised, ServiceState.SILENT)
@@ -243,7 +246,9 @@ class Supervisor:
     def _failed(self, supervised: _Supervised, code: int, failure: str, cause: str) -> None:
         supervised.failures += 1
         supervised.cause = cause
-        if self._policy.restarts(code, supervised.failures, was_ready=supervised.was_ready):
+        # Before all were ready, what answered at the URL may have been another program, which took the port first.
+        was_ready = supervised.was_ready and self._were_ready
+        if self._policy.restarts(code, supervised.failures, was_ready=was_ready):
             delay = self._policy.delay(supervised.failures)
             supervised.due = time.monotonic() + delay
             self._on_event(f"{supervised.service.name} {failure}, and is started again in {delay:g} s: {cause}")

@@ -208,6 +208,20 @@ def test_supervisor_service_whose_url_answers_before_its_start_has_failed(tmp_pa
         foreign.shutdown()
 
 
+def test_supervisor_service_whose_port_another_takes_while_it_starts_fails(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    refused = "import time; time.sleep(2); print('spangrad: cannot listen'); raise SystemExit(1)"
+    store = ServiceSpec("store", (sys.executable, "-c", refused), tmp_path / "store.log", f"http://127.0.0.1:{port}/", port_setting="store.port")
+    engine = server("engine", tmp_path, "store", delay=600)
+    with Supervisor([store, engine], lambda text: None, policy=QUICK) as supervisor:
+        supervisor.poll()
+        with foreign_server(store.ready_url or "") as foreign:
+            poll_until(supervisor, lambda: states(supervisor)["store"] == "ready")  # as the other one answers
+            poll_until(supervisor, lambda: supervisor.failed == ["store"], 20)
+            assert "Stop it, or set store.port to another port" in supervisor.failure("store")
+            foreign.shutdown()
+
+
 def test_supervisor_restarts_service_once_its_url_is_free_again(tmp_path: Path) -> None:
     page = replace(server("page", tmp_path), port_setting="page.port")
     with Supervisor([page], lambda text: None, policy=QUICK) as supervisor:
