@@ -211,7 +211,9 @@ def test_supervisor_service_whose_url_answers_before_its_start_has_failed(tmp_pa
 def test_supervisor_service_whose_port_another_takes_while_it_starts_fails(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     refused = "import time; time.sleep(2); print('spangrad: cannot listen'); raise SystemExit(1)"
-    store = ServiceSpec("store", (sys.executable, "-c", refused), tmp_path / "store.log", f"http://127.0.0.1:{port}/", port_setting="store.port")
+    store = ServiceSpec(
+        "store", (sys.executable, "-c", refused), tmp_path / "store.log", f"http://127.0.0.1:{port}/", port_setting="store.port"
+    )
     engine = server("engine", tmp_path, "store", delay=600)
     with Supervisor([store, engine], lambda text: None, policy=QUICK) as supervisor:
         supervisor.poll()

@@ -89,9 +89,7 @@ def silent() -> pl.DataFrame:
 def test_serve_metrics_beyond_loopback_without_token_raises() -> None:
     for host in ("0.0.0.0", "192.168.1.7"):
         address = f"{host}:{free_ports(1)[0]}"
-        with pytest.raises(
-            SettingsError, match=rf"metrics_address = '{address}' would listen beyond this machine without a token"
-        ):
+        with pytest.raises(SettingsError, match=rf"metrics_address = '{address}' would listen beyond this machine without a token"):
             serve_metrics(address, dict, ["", None])
 
 
