@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,6 +43,13 @@ def save_all(directory: Path) -> None:
 def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_all) -> Checkpoint:
     names = {"policy": "org/policy", "branch": "main", "batch_id": "b"}
     return checkpoint.write(directory, **names, version=version, parent=0, base=base, save=save)
+
+
+def test_write_closes_the_directory_that_it_creates_to_other_users(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir(mode=0o755)
+    write(tmp_path / "policies", base)
+    write(tmp_path / "shared", base)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("policies", "shared")] == [0o700, 0o755]
 
 
 def visible(directory: Path) -> list[str]:
