@@ -21,6 +21,15 @@ _PIPE_WIDTH = 10_000
 """Width where the output is no terminal, in columns. A table pads its lines to the longest of them, so it is not without limit."""
 
 
+class _PlainConsole(Console):
+    """Console that raises where its output is closed, as `print` does; rich would exit with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise; what is printed later is lost, since a command may have to stop services before it ends."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def plain_console(*, width: int | None = None, stderr: bool = False, highlight: bool = True) -> Console:
     """Return a console that interprets no markup and no emoji names.
 
@@ -31,7 +40,7 @@ def plain_console(*, width: int | None = None, stderr: bool = False, highlight: 
     """
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     width = width or (None if is_terminal else _PIPE_WIDTH)
-    return Console(width=width, stderr=stderr, highlight=highlight, markup=False, emoji=False)
+    return _PlainConsole(width=width, stderr=stderr, highlight=highlight, markup=False, emoji=False)
 
 
 def plain_table(*columns: str, right: Collection[int] = ()) -> Table:

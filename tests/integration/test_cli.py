@@ -177,13 +177,13 @@ def test_user_errors_are_one_sentence_with_exit_code(
     assert answer.returncode == code
 
 
-def test_command_with_closed_stdout_exits_141_silently(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", ["schema show", "config"])  # text of print, and a table of rich
+def test_command_into_closed_pipe_exits_141_silently(words: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:
-        answer = subprocess.run(
-            [sys.executable, "-m", "spangrad", "schema", "show"], stdout=out, stderr=subprocess.PIPE, cwd=tmp_path, check=False
-        )
+        command = [sys.executable, "-m", "spangrad", *words.split()]
+        answer = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     assert (answer.returncode, answer.stderr) == (141, b"")
 
 

@@ -46,7 +46,7 @@ def search_result(gain: float = 0.8) -> SearchResult:
 
 
 def test_console_is_made_in_one_module() -> None:
-    makes = re.compile(r"\bConsole\(|\b(Progress|Bars|Live)\(\)")
+    makes = re.compile(r"Console\(|\b(Progress|Bars|Live)\(\)")
     files = Path(commands.__file__).parent.rglob("*.py")
     assert [file.name for file in files if makes.search(file.read_text())] == ["console.py"]
 
