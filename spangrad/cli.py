@@ -78,6 +78,8 @@ for _place, (_group_name, _commands) in enumerate(_MODULES.items()):
 
 def main() -> None:
     """Entry point of the console script."""
+    # None where it is closed: no file or socket may get its number, at which children write.
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack what a text holds
     try:
