@@ -40,6 +40,12 @@ def test_help_names_every_command_and_loads_nothing_heavy(tmp_path: Path) -> Non
     assert [name for name in COMMANDS if name not in answer.stdout] == []
 
 
+def test_span_kinds_are_described_without_pandas(tmp_path: Path) -> None:
+    """Its import would be a third of the CPU time of a question about one rollout."""
+    code = "import sys; from commands.inspection.span_kinds import describe; list(describe([])); sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False).returncode == 0
+
+
 def test_help_fits_on_a_screen(tmp_path: Path) -> None:
     assert len(spangrad("--help", cwd=tmp_path, COLUMNS="100").stdout.splitlines()) <= 50
 

@@ -67,7 +67,7 @@ class AttributeColumns:
         self._values = values.append(pl.Series([None], dtype=values.dtype))
         encoded = maps["keys"].explode(empty_as_null=False, keep_nulls=False).to_arrow().dictionary_encode()
         self._names: list[str] = encoded.dictionary.to_pylist()
-        self._codes = encoded.indices.to_numpy(zero_copy_only=False)
+        self._codes = pl.Series(encoded.indices).to_numpy()
         self._rows = np.repeat(np.arange(self.height), lengths)
         self._columns: dict[str, pl.Series] = {}
         self._requested: set[str] = set()
