@@ -209,10 +209,12 @@ def _tokens(sent: object, received: object) -> str:
 
 def _duration(nanoseconds: int) -> str:
     """Return a duration with three significant digits, in hours, minutes, seconds, milliseconds or microseconds."""
-    for unit, size in (("h", 3600e9), ("min", 60e9), ("s", 1e9), ("ms", 1e6)):
-        if nanoseconds >= size:
-            return f"{nanoseconds / size:.3g} {unit}" if nanoseconds < 1000 * size else f"{nanoseconds / size:.0f} {unit}"
-    return f"{nanoseconds / 1e3:.3g} µs" if nanoseconds else "0 s"
+    if not nanoseconds:
+        return "0 s"
+    units = (("h", 3600e9), ("min", 60e9), ("s", 1e9), ("ms", 1e6), ("µs", 1e3))
+    unit, size = next((pair for pair in units if nanoseconds >= pair[1]), units[-1])
+    value = nanoseconds / size
+    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"  # from 999.5 on, three digits would need an exponent
 
 
 def _joined(parts: Iterable[Text]) -> Text:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from commands.inspection.rollout_tree import draw
+from commands.inspection.rollout_tree import _duration, draw
 from spangrad.store.rollout.record import Build, Conclusion, Record, Span
 from spangrad.store.rollout.tree import children
 
@@ -156,3 +156,14 @@ built as fedcba9876543210: 0 transitions, 1 dropped as over_length (9 tokens)
 └── chat · llm · 5 ms · → transition, turn 0 in default@1 · → dropped as over_length (9 tokens) in fedcba9876543210
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("nanoseconds", "shown"),
+    [
+        (0, "0 s"), (7, "0.007 µs"), (999_499, "999 µs"), (999_600, "1000 µs"), (999_600_000, "1000 ms"), (59_960_000_000, "60 s"),
+        (61_000_000_000, "1.02 min"), (3600 * 999_700_000_000, "1000 h"), (3600 * 12_345_000_000_000, "12345 h"),
+    ],
+)  # fmt: skip
+def test_duration_has_three_digits_and_no_exponent(nanoseconds: int, shown: str) -> None:
+    assert _duration(nanoseconds) == shown
