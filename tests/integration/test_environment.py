@@ -80,3 +80,14 @@ def test_environment_torch_index_is_used_only_when_named(environment: ModuleType
         assert pinned.installs[0] == ("torch==2.13.0", "--index-url", address)
     for pinned in environment.environments("").values():
         assert all("--index-url" not in install for install in pinned.installs)
+
+
+def test_environment_error_while_making_fails_the_command(environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "make", refused)
+    monkeypatch.setattr(sys, "argv", ["environment.py"])
+    with pytest.raises(PermissionError):
+        environment.main()
