@@ -15,6 +15,7 @@ from spangrad.errors import SpangradError
 from spangrad.http.json_http import status_of, text_of
 from spangrad.processes import LOOPBACK
 from spangrad.settings import Settings
+from spangrad.store.rollout.record import counted
 from spangrad.supervisor import run_directory
 
 _ANSWER_SECONDS = 1.0
@@ -85,5 +86,5 @@ def _supervised(service: Mapping[str, Any]) -> dict[str, Any]:
     name = str(service["name"])
     state = str(service.get("state", ""))
     restarts = service.get("restarts", 0)
-    parts = [state if state not in _RUNNING else "", f"restarted {restarts} times" if restarts else "", service.get("cause", "")]
+    parts = [state if state not in _RUNNING else "", f"restarted {counted(restarts, 'time')}" if restarts else "", service.get("cause", "")]
     return {"name": _NAMES.get(name, name), "answers": state in _RUNNING, "detail": ", ".join(filter(None, parts))}

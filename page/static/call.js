@@ -1,6 +1,6 @@
 // A call token by token: each token with its id, its logprob and the version that sampled it.
 import { labelButton } from "/static/labels.js";
-import { address, ask, cut, duration, fact, facts, h, number, put, ready, title, visible } from "/static/dom.js";
+import { address, ask, counted, cut, duration, fact, facts, h, number, put, ready, title, visible } from "/static/dom.js";
 
 const query = new URLSearchParams(location.search);
 const place = Object.fromEntries(["rollout", "trace", "span", "choice"].map((name) => [name, query.get(name)]));
@@ -168,7 +168,7 @@ async function draw() {
 // What a prompt repeats of the call before is folded, until somebody asks for it.
 function fold(part) {
   if (part !== "prompt" || !call.repeated || call.prompt.ids.length === call.promptTokens) return null;
-  return h("p", {}, h("button", { type: "button", onclick: unfold }, `${call.repeated.toLocaleString("en")} tokens repeat the call before: show them`));
+  return h("p", {}, h("button", { type: "button", onclick: unfold }, `Show ${counted(call.repeated, "token")} repeated from the call before`));
 }
 
 async function unfold() {

@@ -1,5 +1,5 @@
 // Two versions on the same held-out tasks: where they differ most comes first.
-import { address, ask, h, number, put, ready } from "/static/dom.js";
+import { address, ask, counted, h, number, put, ready } from "/static/dom.js";
 
 const query = Object.fromEntries(new URLSearchParams(location.search));
 const form = document.getElementById("versions");
@@ -22,8 +22,8 @@ function beside(task) {
 
 if (query.policy && query.left && query.right) {
   const found = await ask(address("/api/compare", query));
-  put("summary", `${found.both} held-out tasks were played by both: version ${found.right} did better in ${found.better}, worse in ${found.worse}. `
-    + `Only version ${found.left} played ${found.leftOnly} others, only version ${found.right} ${found.rightOnly}.`);
+  put("summary", `${counted(found.both, "held-out task")} played by both: version ${found.right} did better in ${found.better}, worse in ${found.worse}. `
+    + `Others played by version ${found.left} alone: ${found.leftOnly}, by version ${found.right} alone: ${found.rightOnly}.`);
   put("tasks", found.tasks.length ? h("table", {}, h("caption", { class: "hidden" }, "Tasks, the largest difference first"),
     h("thead", {}, h("tr", {}, ["Task", "Difference", `Version ${found.left}`, `Version ${found.right}`, "Rollouts"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, found.tasks.map((task) => {

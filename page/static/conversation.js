@@ -1,5 +1,5 @@
 // The conversation of a rollout: of each call the messages that are new, and the reply; asked for as they come into view.
-import { address, ask, cut, h, number, visible } from "/static/dom.js";
+import { address, ask, counted, cut, h, number, visible } from "/static/dom.js";
 
 const TURNS = 15; // calls of one request
 const KNOWN = 5; // calls before them that they are compared with
@@ -61,8 +61,8 @@ export class Conversation {
   turn(turn, { span, choice }, index) {
     const notes = [
       span.agent,
-      turn.repeated ? `after ${turn.repeated} messages that repeat an earlier call` : "",
-      turn.tools ? `${turn.tools} tools offered` : "",
+      turn.repeated ? `after ${counted(turn.repeated, "message")} of an earlier call` : "",
+      turn.tools ? `${counted(turn.tools, "tool")} offered` : "",
     ];
     return h("li", { class: "turn" },
       h("p", { class: "line" }, h("a", { href: callAddress(this.rollout.rollout, span, choice) }, `Call ${index + 1}`),

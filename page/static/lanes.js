@@ -1,5 +1,5 @@
 // Lanes over time: steps and their stages above calls of each backend and rollouts under way.
-import { address, duration, h, number } from "/static/dom.js";
+import { address, counted, duration, h, number } from "/static/dom.js";
 
 const COLOURS = 8;
 
@@ -16,7 +16,7 @@ export function lanesPicture(found, place) {
     title: `publication of version ${bar.version}: ${duration(bar.duration)}` }));
   const described = stages.map((stage) => `${stage} ${Math.round(100 * share(stage))} %`).join(", ");
   return [
-    h("p", { class: "legend small" }, `${duration(total)} of ${found.steps.length} steps.`,
+    h("p", { class: "legend small" }, `${duration(total)} of ${counted(found.steps.length, "step")}.`,
       stages.map((stage, index) => [h("span", { class: `stage stage-${index % COLOURS}` }), `${stage} ${Math.round(100 * share(stage))} %`])),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Lanes, scrollable" }, h("div", { class: "lanes" },
       h("span", { class: "small" }, "Steps"),

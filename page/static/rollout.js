@@ -2,7 +2,7 @@
 import { Conversation, callAddress, choicesOf, outcome } from "/static/conversation.js";
 import { actionButton, queueButtons } from "/static/actions.js";
 import { labelButton } from "/static/labels.js";
-import { address, ask, clearProblem, cut, duration, fact, facts, h, number, put, ready, tabs, title } from "/static/dom.js";
+import { address, ask, clearProblem, counted, cut, duration, fact, facts, h, number, put, ready, tabs, title } from "/static/dom.js";
 
 const id = new URLSearchParams(location.search).get("id") ?? "";
 title(`Rollout ${id}`);
@@ -38,7 +38,7 @@ ask(address("/api/queue/rollout", { id }))
   .catch(() => clearProblem()); // a queue that does not answer takes nothing from the rest
 
 put("why", rollout.sentences.map((sentence) => h("p", {}, sentence)),
-  rollout.builds.map((build) => h("p", { class: "line" }, h("strong", {}, build.title), ` ${build.transitions} transitions`,
+  rollout.builds.map((build) => h("p", { class: "line" }, h("strong", {}, build.title), ` ${counted(build.transitions, "transition")}`,
     build.drops.map((drop) => h("span", { class: "tag drop", title: drop.detail }, `${drop.count} dropped: ${drop.reason}`)))));
 
 function row(span, index) {

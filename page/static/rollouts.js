@@ -73,12 +73,12 @@ async function numbers(chosen, signal) {
     throw error;
   }
   const succeeded = found.Count ? ` ${percent(found.Succeeded, found.Count)} succeeded, mean return ${returned(found.Mean, found.MeanByRole)}.` : "";
-  put("count", `${found.Count.toLocaleString("en")} rollouts.${succeeded}`);
+  put("count", `${counted(found.Count, "rollout")}.${succeeded}`);
   const largest = Math.max(1, ...found.Histogram.map((bin) => bin.count));
   put("histogram", found.Histogram.length ? h("ol", {}, found.Histogram.map((bin) => {
     const range = bin.from === bin.to ? number(bin.from) : `${number(bin.from)} to ${number(bin.to)}`;
     const href = address("/rollouts", { ...chosen, reward_from: bin.from, reward_to: bin.to });
-    return h("li", {}, h("a", { href, "aria-label": `Return ${range}: ${bin.count} rollouts`, title: `${range}: ${bin.count}` },
+    return h("li", {}, h("a", { href, "aria-label": `Return ${range}: ${counted(bin.count, "rollout")}`, title: `${range}: ${bin.count}` },
       h("span", { class: "bar", style: { height: `${bin.count ? Math.max(2, (100 * bin.count) / largest) : 0}%` } })));
   })) : h("p", {}, "No returns."));
   const bounds = found.Histogram.length ? h("p", { class: "line small" }, h("span", {}, number(found.Least)), h("span", {}, number(found.Largest))) : null;

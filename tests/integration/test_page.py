@@ -216,7 +216,7 @@ def test_rollout_page_conversation_leaves_out_repeated_messages(tab: Visitor) ->
     assert [text.split("\n")[0] for text in first.locator(".message").all_inner_texts()] == ["system", "user", "assistant"]
     expect(first).to_contain_text(TEXTS[0])
     assert [text.split("\n")[0] for text in second.locator(".message").all_inner_texts()] == ["tool", "assistant"]
-    expect(second).to_contain_text("after 3 messages that repeat an earlier call")
+    expect(second).to_contain_text("after 3 messages of an earlier call")
     second.get_by_role("link", name="Call 2").click()
     page.wait_for_url("**/call?*")
 
@@ -225,7 +225,7 @@ def test_call_page_shows_tokens_with_logprobs_versions_and_mask(tab: Visitor, ro
     page = tab.open(call_address(rollouts, "seen-1", rollouts.calls[1]))
     tokens = page.locator("#response .token")
     assert [token.get_attribute("class") for token in tokens.all()] == ["token surprise-0", "token surprise-1", "token surprise-3"]
-    expect(page.locator("#prompt")).to_contain_text("5 tokens repeat the call before")
+    expect(page.locator("#prompt")).to_contain_text("Show 5 tokens repeated from the call before")
     page.locator("#response .strip").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
@@ -239,7 +239,7 @@ def test_call_page_shows_tokens_with_logprobs_versions_and_mask(tab: Visitor, ro
     page.get_by_label("Colour by").select_option("advantage")
     assert {token.get_attribute("class") for token in tokens.all()} == {"token better"}
     page.get_by_label("Show as").select_option("ids")
-    page.get_by_role("button", name="5 tokens repeat").click()
+    page.get_by_role("button", name="Show 5 tokens").click()
     expect(page.locator("#prompt .token")).to_have_text(["5", "6", "7", "8", "9", "10"])
     assert page.url.endswith("&overlay=advantage&form=ids")
 
@@ -380,7 +380,7 @@ def test_compare_page_pairs_versions_on_held_out_tasks(tab: Visitor) -> None:
     page.get_by_label("Version", exact=True).fill("1")
     page.get_by_label("And version").fill("2")
     page.get_by_role("button", name="Compare").click()
-    better = f"{len(tasks)} held-out tasks were played by both: version 2 did better in {len(tasks)}, worse in 0."
+    better = f"{len(tasks)} held-out tasks played by both: version 2 did better in {len(tasks)}, worse in 0."
     expect(page.locator("#summary")).to_contain_text(better)
     assert page.url.endswith("/compare?policy=policy&left=1&right=2")
     assert page.locator("#tasks tbody tr").count() == len(tasks)

@@ -131,10 +131,10 @@ def test_rollouts_numbers_of_an_older_filter_do_not_replace_the_newer(visitor: V
     page.route("**/api/rollouts/numbers?outcome=a", lambda route: held.append(route))
     choose(page, "a")
     choose(page, "b")
-    expect(page.locator("#count")).to_contain_text("1 rollouts.")
+    expect(page.locator("#count")).to_contain_text("1 rollout.")
     held[0].continue_()
     page.wait_for_timeout(500)
-    expect(page.locator("#count")).to_contain_text("1 rollouts.")
+    expect(page.locator("#count")).to_contain_text("1 rollout.")
 
 
 def test_rollouts_numbers_of_the_filter_before_are_not_shown_beside_a_refusal(visitor: Visitor) -> None:

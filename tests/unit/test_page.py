@@ -37,6 +37,12 @@ def test_services_other_program_at_the_builders_address_is_no_answer(monkeypatch
     assert (builder["answers"], builder["detail"][:37]) == (False, "what http://127.0.0.1:9/metrics answe")
 
 
+@pytest.mark.parametrize(("restarts", "detail"), [(0, "starting"), (1, "starting, restarted 1 time"), (2, "starting, restarted 2 times")])
+def test_supervised_service_shows_its_state_and_restarts(restarts: int, detail: str) -> None:
+    service = services._supervised({"name": "train", "state": "starting", "restarts": restarts})
+    assert service == {"name": "trainer", "answers": False, "detail": detail}
+
+
 def test_services_of_a_supervisor_whose_directory_is_private_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: Path) -> None:
         raise SpangradError(f"{path} cannot be read")
