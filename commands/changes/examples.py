@@ -14,6 +14,7 @@ from pathlib import Path
 from spangrad.errors import JSON_ERRORS, BuilderError
 from spangrad.processes import make_private
 from spangrad.settings import Settings
+from spangrad.store.rollout.record import counted
 
 
 def add_rollout(rollout: str, name: str, settings: Settings) -> str:
@@ -51,7 +52,7 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
     if not lines:
         reasons = ", ".join(f"{count} {reason}" for reason, count in done.tally.left_out.items()) or "it has no build of this dataset"
         raise BuilderError(f"rollout {rollout!r} has no conversation in {done.dataset}: {reasons}.")
-    return f"{len(lines)} conversation{'s' * (len(lines) != 1)} of {rollout} in {file}: `spangrad finetune sft {file}` trains on it."
+    return f"{counted(len(lines), 'conversation')} of {rollout} in {file}: `spangrad finetune sft {file}` trains on it."
 
 
 def _replace(file: Path, rollout: str, lines: list[bytes]) -> None:

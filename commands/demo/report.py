@@ -222,6 +222,6 @@ def _wait_until_built(client: Client, settings: Settings, services: TrainingSupe
         services.check()
         if time.monotonic() > end:
             raise SpangradError(
-                f"{missing} rollouts are not built after {BUILD_TIMEOUT_SECONDS} s. Look into {services.directory}/logs/build.log."
+                f"rollouts not built after {BUILD_TIMEOUT_SECONDS} s: {missing}. Look into {services.directory}/logs/build.log."
             )
         time.sleep(0.2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from cyclopts import Parameter
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import SettingsError
 from spangrad.store.lineage import Ancestor, BatchRolloutRow, SpanLineage, VersionLineage, of_span, of_version
+from spangrad.store.rollout.record import counted
 
 
 def lineage(
@@ -57,7 +57,7 @@ def lineage(
                 answer = of_span(client, *span_key)
                 text = span_text(answer)
         client.close()
-    print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text), file=sys.stdout)
+    print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text))
 
 
 def version_name(text: str) -> tuple[str, int]:
@@ -109,7 +109,7 @@ def _version(policy: str, ancestor: Ancestor) -> Iterator[str]:
     if ancestor.parent is not None and ancestor.parent_branch != ancestor.branch:
         parent += f" on branch {ancestor.parent_branch}"
     origin = (
-        f"{ancestor.groups} groups, {ancestor.rollouts} rollouts of run {ancestor.run} ({ancestor.mode})"
+        f"{counted(ancestor.groups, 'group')}, {counted(ancestor.rollouts, 'rollout')} of run {ancestor.run} ({ancestor.mode})"
         if ancestor.rollouts or not ancestor.files
         else ""
     )
@@ -121,7 +121,7 @@ def _version(policy: str, ancestor: Ancestor) -> Iterator[str]:
     if ancestor.batch_rollouts is not None:
         yield f"  checksum {ancestor.checksum}, {ancestor.path}"
         for file in ancestor.files:
-            yield f"  file {file.name}, sha256 {file.sha256}, {file.size} bytes: {file.trained} examples"
+            yield f"  file {file.name}, sha256 {file.sha256}, {file.size} bytes: {counted(file.trained, 'example')}"
         for rollout in ancestor.batch_rollouts:
             yield from _rollout(rollout)
 

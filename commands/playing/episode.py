@@ -30,6 +30,7 @@ from spangrad.episode.match import Match, MatchOutcome
 from spangrad.episode.player import EpisodeLimits, ModelReply, ReplyModel, ReplyRequest
 from spangrad.errors import AgentError
 from spangrad.http.service import bearer
+from spangrad.store.rollout.record import counted
 from spangrad.types import Mode
 
 RUN = "play"
@@ -153,7 +154,7 @@ def in_words(outcome: EpisodeOutcome | MatchOutcome) -> str:
         words = ", ".join(f"return of {role} {number:+g}" for role, number in value.items()) or "no reward"
     else:
         words = "no reward" if value is None else f"return {value:+g}"
-    return f"{turns} turn{'' if turns == 1 else 's'}, {words}, ended by: {outcome.end}"
+    return f"{counted(turns, 'turn')}, {words}, ended by: {outcome.end}"
 
 
 class ShownModel:

@@ -14,6 +14,7 @@ from cyclopts import App, Parameter
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from spangrad.agent.reward_values import entries
 from spangrad.errors import QueueError, SettingsError
+from spangrad.store.rollout.record import counted
 
 if TYPE_CHECKING:
     from runner.queue.client import QueueClient
@@ -97,7 +98,7 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     shown = _ask(config, set_, lambda client: client.rollout(rollout))
     print(f"rollout   {shown.rollout_id} of run {shown.run_id} ({shown.mode})")
     print(f"task      {shown.task_id}, group {shown.group_id} of {shown.group_size}, priority {shown.priority}")
-    print(f"state     {shown.state}, {shown.attempts_left} attempts left, {shown.timeout_seconds:g} s each")
+    print(f"state     {shown.state}, {counted(shown.attempts_left, 'attempt')} left, {shown.timeout_seconds:g} s each")
     rows = [
         (
             *(attempt.attempt, attempt.worker, _time(attempt.began_at), _seconds(attempt), _end(attempt)),

@@ -41,13 +41,12 @@ def render(report: ReconcileReport) -> RenderableType:
 
 
 def _verdict(report: ReconcileReport) -> Text:
-    summed = f"{report.transitions} transitions + {report.dropped} drops"
+    calls = counted(report.calls, "call")
+    summed = f"{counted(report.transitions, 'transition')} + {counted(report.dropped, 'drop')}"
     if report.is_right:
-        return Text(f"The sum is right: {report.calls} calls = {summed}, and the gateway recorded no other.", "green")
+        return Text(f"The sum is right: {calls} = {summed}, and the gateway recorded no other.", "green")
     unaccounted, missing = sum(rollout.unaccounted for rollout in report.wrong), sum(rollout.missing for rollout in report.wrong)
-    text = Text(
-        f"THE SUM IS WRONG: {report.calls} calls, {summed}; {unaccounted} unaccounted for, {missing} recorded and not built.", "bold red"
-    )
+    text = Text(f"THE SUM IS WRONG: {calls}, {summed}; {unaccounted} unaccounted for, {missing} recorded and not built.", "bold red")
     if report.wrong:
         text.append(f"\n{_named(report)}")
         text.append(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
+from spangrad.store.rollout.record import counted
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -150,11 +151,11 @@ class _Bar(_Lines):
 
 
 def _planned(plan: FileTrainPlan) -> str:
-    examples, unit = plan.examples, "rows" if plan.method == "sft" else "pairs"
+    examples, unit = plan.examples, "row" if plan.method == "sft" else "pair"
     where = f"from step {plan.at} " if plan.at else ""
     lengths = len(plan.steps)
     return (
-        f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {len(examples.trained)} {unit} "
+        f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {counted(len(examples.trained), unit)} "
         f"({len(examples.held_out)} held out): {where}to step {lengths}; {_training_text(plan)}"
     )
 

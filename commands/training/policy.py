@@ -12,6 +12,7 @@ from commands.changes.versions import VersionKey
 from commands.inspection.lineage import version_name
 from commands.options import ConfigFile, Overrides, resolve
 from spangrad.errors import LedgerError
+from spangrad.store.rollout.record import counted
 
 if TYPE_CHECKING:
     from trainer.ledger.ledger import Ledger
@@ -62,7 +63,7 @@ def _list(
         raise LedgerError(f"the ledger knows no policy {name!r}. It knows {known}.")
     print_table(("policy", "branch", "version", "status", "from", "return", "kept", ""), rows)
     if hidden:
-        print(f"{hidden} older versions: --all shows them")
+        print(f"{counted(hidden, 'older version')}: --all shows {'it' if hidden == 1 else 'them'}")
 
 
 @policy.command(name="show")

@@ -82,7 +82,7 @@ def restore(
     for row in restored:
         print(skips.restored_text(row))
     if not restored:
-        print("No group was skipped for it.")
+        print(f"No group was skipped{f' as {reason}' if reason else ''}.")
 
 
 def _reason(name: str | None) -> SkipReason | None:

@@ -69,7 +69,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
         ],
     )
     assert version_text(lineage)[:2] == [
-        f"{run}@3 on branch main, committed, from {run}@1, batch {batches[3]}: 1 groups, 2 rollouts of run {run} (train)",
+        f"{run}@3 on branch main, committed, from {run}@1, batch {batches[3]}: 1 group, 2 rollouts of run {run} (train)",
         f"  checksum {checksums[3]}, {paths[3]}",
     ]
     assert "  rollout a-1, attempt 0, revision 0, group a: no call of this policy was trained" in version_text(lineage)

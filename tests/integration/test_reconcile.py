@@ -103,7 +103,7 @@ dropped as no_logprobs                      1  Have the engine return a logprob 
 the gateway and `spangrad engine` ask for them.
 calls                                       5
 rollouts without calls, attempt_failed      1  Fix the cause of the failure (the attempt's root span names it), or allow more attempts.
-The sum is right: 5 calls = 4 transitions + 1 drops, and the gateway recorded no other.
+The sum is right: 5 calls = 4 transitions + 1 drop, and the gateway recorded no other.
 """,
     )
 

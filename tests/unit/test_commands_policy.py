@@ -77,6 +77,12 @@ def test_policy_list_marks_head_served_pinned_and_leased_versions(ask, trainer: 
         ask("list", "other")
 
 
+@pytest.mark.parametrize(("shown", "line"), [(1, "2 older versions: --all shows them"), (2, "1 older version: --all shows it")])
+def test_policy_list_counts_versions_that_it_leaves_out(ask, monkeypatch: pytest.MonkeyPatch, shown: int, line: str) -> None:
+    monkeypatch.setattr("commands.training.policy._SHOWN", shown)
+    assert ask("list")[-1] == line
+
+
 def test_policy_show_prints_facts_of_ledger(ask, trainer: Trainer) -> None:
     version = trainer.ledger.version(1)
     shown = ask("show", "policy@1")

@@ -65,6 +65,7 @@ async def test_queue_commands_list_cancel_and_retry_rollouts(tmp_path: Path, cap
             "cancelled: 1 that were queued, 1 that were running\n"
         )
         assert await printed(command._retry, "r1") == snapshot("queued again: 1\n")
+        assert "\nstate     queued, 1 attempt left, 300 s each\n" in await printed(command._show, "r1")
         assert await printed(command._purge, older_than_days=1.0) == snapshot("deleted: 0\n")
         assert await printed(command._purge, older_than_days=0.0, run="run") == snapshot("deleted: 2\n")
         with pytest.raises(SettingsError, match=r"^--older-than-days -1 is no age\. Name how many days ago rollouts must have ended"):

@@ -487,6 +487,9 @@ def test_train_skipped_lists_groups_and_restore_brings_them_back(tmp_path: Path,
     restore(reason="logprob_gap", set_=own)
     assert capsys.readouterr().out == "bad of run run is ready again; it was skipped as logprob_gap.\n"
     restore(["d"], set_=own)
+    capsys.readouterr()
+    restore(all_=True, set_=own)
+    assert capsys.readouterr().out == "No group was skipped.\n"
     again = wired(settings(base, tmp_path), replace(source, names=["bad", "b", "c", "d"]))
     again.run(follow=False)
     assert again.ledger.skips.reasons() == {group("d"): SkipReason.CONTRADICTORY}, (
