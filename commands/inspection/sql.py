@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
-from spangrad.errors import StoreError
+from spangrad.errors import SettingsError, StoreError
 
 _FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*$", re.IGNORECASE)
 _SYNTAX_ERROR = 62
@@ -27,6 +27,8 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     from commands.console import print_table
     from spangrad.store.clickhouse import connect, read_only_settings, store_errors
 
+    if not statement.strip():  # as `"$(cat query.sql)"` is where there is no such file
+        raise SettingsError("the statement is empty. Give one SELECT, SHOW or DESCRIBE.")
     with answering_store(resolve(config, set_).store) as store:
         client = connect(store)
         with store_errors(store.url), _remedies(statement):

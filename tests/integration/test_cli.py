@@ -90,6 +90,7 @@ def test_help_of_every_command_exits_0(command: str, tmp_path: Path) -> None:
         (["build"], {"LOG_LEVEL": "loud"}, 2, "LOG_LEVEL = 'loud' is no level. Set it to DEBUG, INFO, WARNING or ERROR, or unset it."),
         (["train", "--follow", "--once"], {}, 2, "--follow, --once and --plan contradict each other"),
         (["train", "--json"], {}, 2, "--json is the form of a plan: give --plan with it."),
+        (["sql", " "], {}, 2, "the statement is empty. Give one SELECT, SHOW or DESCRIBE."),
         (["sql", "SELECT 1"], {"SPANGRAD_STORE__URL": "http://127.0.0.1:9"}, 1, "no span store answers at http://127.0.0.1:9"),
         (
             ["sql", "SELECT 1"],
