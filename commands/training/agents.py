@@ -181,7 +181,7 @@ def located(reference: str, directory: Path) -> str:
     for file in (directory / module, Path(module)):
         if file.is_file():
             return str(file.resolve()) + (f":{function}" if function is not None else "")
-    raise AgentError(f"{module} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name the agent's file.")
+    raise AgentError(f"{module} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name one that exists.")
 
 
 def on_signals(act: Callable[[], object]) -> None:

@@ -54,7 +54,7 @@ def test_agent_spec_from_each_form_of_arguments(project: Path) -> None:
         ((), {}, "name one agent: FILE.py, --agent MODULE:FUNCTION, --image IMAGE, a command after `--`, or only --environment"),
         (("python", "a.py"), {"agent": "solver.py"}, "name one agent"),
         ((), {"agent": "solver.py", "image": "agent"}, "name one agent"),
-        (("other.py",), {}, "other.py is no file. Name the agent's file."),
+        (("other.py",), {}, "other.py is no file. Name one that exists."),
         (("solver.py:solve", "--grop-size", "4"), {}, "solver.py:solve is followed by '--grop-size', and a file whose function is called"),
         (("judge.py", "--x"), {"directory": Path("parts")}, "judge.py is followed by '--x'"),
         ((), {"agent": "solver:a", "evaluator": "no.py:b", "directory": Path("parts")}, "no.py is no file, neither here nor in parts."),
