@@ -145,16 +145,16 @@ def _optimise(
         raise PromptError("set queue.url to where `spangrad queue` listens: it keeps the prompts, and agents fetch them there.")
     spec = agent_spec(handler_of(program, arguments, options), settings.runner)
     learn, measured = _split(read_tasks(tasks), None if held_out is None else read_tasks(held_out), settings)
-    if out is not None:
-        make_directory_of(out / "result.json", "--out:")
     start = _store(settings).get(name)
     agent_words = [*spec.host_arguments(), str(spec.directory.resolve())]
     question = Question(search_id(start, learn, measured, settings, agent_words), start, tuple(learn), tuple(measured))
+    out = out or Path("data/prompts") / f"{name}-{question.id}"
+    make_directory_of(out / "result.json", "--out:")
     try:
         result = asyncio.run(_search(settings, spec, question))
     except asyncio.CancelledError:
         sys.exit(128 + signal.SIGTERM)
-    _finish(settings, result, out or Path("data/prompts") / f"{name}-{question.id}", publish=publish)
+    _finish(settings, result, out, publish=publish)
 
 
 def _finish(settings: Settings, result: SearchResult, out: Path, *, publish: bool) -> None:

@@ -19,7 +19,7 @@ from prompts.compare import Gain
 from prompts.search import Candidate, Question, SearchResult
 from runner.runner import Outcome
 from spangrad.agent.prompt_store import Edit, PromptText
-from spangrad.errors import PromptError
+from spangrad.errors import PromptError, SettingsError
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, RolloutKey, Task
 from trainer.data.plan import GroupOutcome, PlannedGroup, TrainPlan
@@ -111,6 +111,16 @@ def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(prompt, "_store", lambda *_: store)
     prompt._show("greeting", history=True)
     assert ODD in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_prompt_search_refuses_default_directory_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").touch()
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a", "input": 1}\n{"task_id": "b", "input": 2}\n')
+    monkeypatch.setattr(prompt, "_store", lambda settings: SimpleNamespace(get=lambda name: START))
+    monkeypatch.setattr(prompt, "_search", lambda *_: pytest.fail("the search has begun"))
+    with pytest.raises(SettingsError, match=r"^--out: data/prompts/greeting-\w+/result\.json cannot be written"):
+        prompt._optimise("greeting", "true", tasks=Path("tasks.jsonl"), set_=["queue.url=http://127.0.0.1:9"])
 
 
 def test_prompt_search_publishes_better_prompt_before_it_prints_rounds(
