@@ -40,8 +40,8 @@ T = TypeVar("T")
 Answer = Callable[[Any], Any]
 THREADS = 6
 """Largest number of requests that read the store at the same time."""
-_FORM_BYTES = 32_768
-"""Largest body of a request, in bytes: 6,000 characters of a task or a reply, whichever they are, and what belongs to them."""
+_BODY_BYTES = 2**20
+"""Largest body of a request, in bytes: the ids of as many rollouts as the queue's view shows, whichever characters they have."""
 _ABSENT = "the store holds nothing that this address names: it has expired, or has not arrived yet. /rollouts lists what is there."
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ async def running(settings: Settings, readers: PageReaders, commands: ActionComm
     views = PageViews(settings, readers)
     with ThreadPoolExecutor(THREADS, "page") as threads:
         page = _Page(settings, views, commands, threads)
-        application = web.Application(middlewares=[page.guarded], client_max_size=_FORM_BYTES)
+        application = web.Application(middlewares=[page.guarded], client_max_size=_BODY_BYTES)
         application.add_routes(page.routes())
         async with HttpServer(application, settings.page.host, settings.page.port) as server:
             threads.submit(views.prepare)
@@ -131,6 +131,8 @@ class _Page:
             response = self._access.refusal(request) or await handler(request)
         except web.HTTPSeeOther:
             raise
+        except web.HTTPRequestEntityTooLarge as error:
+            return error_answer(f"the body has more than {_BODY_BYTES:,} bytes: ask for less at once.", error.status)
         except web.HTTPException as error:
             return error_answer(f"{request.method} {request.path} is not answered here. The page begins at /.", error.status)
         except TooSlowError as error:

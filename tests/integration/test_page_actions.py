@@ -204,6 +204,17 @@ def test_queue_actions_cancel_open_rollouts_and_retry_dead_rollouts(page: Acting
     assert page.get("/api/queue/rollout?id=absent") == {"state": None}
 
 
+def test_queue_action_on_all_shown_rollouts_with_long_ids_fits(page: ActingPage) -> None:
+    ids = [f"{number}".rjust(512, "é") for number in range(200)]
+    answer = page.act({"action": "cancel", "author": "Ada", "rollout_ids": ids})
+    assert answer == (200, "cancelled: 0 that were queued, 0 that were running.")
+
+
+def test_action_beyond_the_limit_of_a_body_is_refused_with_the_limit(page: ActingPage) -> None:
+    status, sentence = page.act({"action": "cancel", "author": "Ada", "rollout_ids": ["x" * 2**21]})
+    assert (status, sentence) == (413, "the body has more than 1,048,576 bytes: ask for less at once.")
+
+
 def test_label_action_is_a_reward_of_the_next_build(page: ActingPage) -> None:
     trace, root, call = page.rollout
     label = {"action": "label", "author": "Ada", "rollout": "acts-1", "trace": trace, "name": "label"}
