@@ -176,14 +176,15 @@ def _read(file: Path) -> _Spans:
             continue
         try:
             for resource in json.loads(line)["resourceSpans"]:
-                for scope in resource["scopeSpans"]:
-                    for span in scope["spans"]:
+                for scope in resource.get("scopeSpans", ()):  # OTLP's JSON leaves out what is empty
+                    for span in scope.get("spans", ()):
                         key = span["traceId"].lower(), span["spanId"].lower()
                         spans.parents[key] = key[0], span.get("parentSpanId", "").lower()
                         attributes = {
-                            attribute["key"]: str(next(iter(attribute["value"].values()), "")) for attribute in span.get("attributes", [])
+                            attribute["key"]: str(next(iter(attribute.get("value", {}).values()), ""))
+                            for attribute in span.get("attributes", [])
                         }
-                        if looks_like_a_call(span["name"], scope.get("scope", {}).get("name", ""), attributes):
+                        if looks_like_a_call(span.get("name", ""), scope.get("scope", {}).get("name", ""), attributes):
                             spans.call_like.add(key)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingsError(f"line {number} of {file} is no OTLP/JSON request with spans ({error!r}).") from None

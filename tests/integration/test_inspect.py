@@ -99,6 +99,15 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 
 
+def test_inspect_reads_requests_without_empty_fields(tmp_path: Path) -> None:
+    """OTLP's JSON leaves out a field that is empty: a name, a list, the value of an attribute."""
+    span = {"traceId": "0a" * 16, "spanId": "0b" * 8, "startTimeUnixNano": "1", "endTimeUnixNano": "2", "attributes": [{"key": "empty"}]}
+    file = tmp_path / "sparse.jsonl"
+    file.write_text(json.dumps({"resourceSpans": [{}, {"scopeSpans": [{}, {"spans": [span]}]}]}))
+    (row,) = examine([file], Settings())
+    assert (row.spans, row.calls, row.unaccounted) == (1, 0, 0)
+
+
 def test_inspect_prints_table_with_remedies(tmp_path: Path) -> None:
     spans = SpanFactory()
     root = spans.root(calls=1)
