@@ -55,6 +55,8 @@ def _show(name: str, /, *, version: int | None = None, history: bool = False, co
         version: number of the version; default: the published version.
         history: print, instead of the text, one line a version with its parent and the critique that led to it.
     """
+    if history and version is not None:
+        raise PromptError("--history shows all versions, and --version one: leave one of them out.")
     store = _store(resolve(config, set_), _CONNECT_SECONDS)
     if not history:
         print(store.get(name, version).text)

@@ -113,6 +113,11 @@ def test_prompt_show_prints_text_without_markup(capsys: pytest.CaptureFixture[st
     assert ODD in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_prompt_show_refuses_history_of_one_version() -> None:
+    with pytest.raises(PromptError, match=r"^--history shows all versions, and --version one: leave one of them out\.$"):
+        prompt._show("greeting", version=9, history=True)
+
+
 def test_prompt_search_refuses_default_directory_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").touch()
