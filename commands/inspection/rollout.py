@@ -53,7 +53,7 @@ def _show(
     console = plain_console(width=width)
     console.print(draw(record))
     for line in _attempts(record, settings):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False)
 
 
 def _attempts(record: Record, settings: Settings) -> Iterator[str]:

@@ -129,6 +129,6 @@ def _conclusion(conclusion: Conclusion) -> dict[str, Any]:
         "turn": conclusion.turn,
         "reason": conclusion.reason,
         "detail": conclusion.detail,
-        "remedy": remedy(conclusion.reason) or "" if conclusion.reason else "",
+        "remedy": remedy(conclusion.reason),
         "rewards": [_reward(titled(name, role), value, source) for name, value, source, role in conclusion.rewards],
     }
