@@ -138,8 +138,7 @@ class PlaySession:
             yield
         finally:
             self._listeners -= 1
-            if not self._listeners:
-                self._wait_for_listener()
+            self._wait_for_listener()
 
     async def events(self, begin: int = 0) -> AsyncIterator[tuple[int, dict[str, Any]]]:
         """Yield the number and the content of each event from a number on, as they come, until the end."""
@@ -153,7 +152,7 @@ class PlaySession:
             await self._changed.wait()
 
     def _wait_for_listener(self) -> None:
-        if not self.is_over:
+        if not self.is_over and not self._listeners:
             self._leaving = asyncio.get_running_loop().call_later(self._bounds.left_seconds, self._unseen)
 
     def _unseen(self) -> None:

@@ -161,6 +161,15 @@ async def test_session_without_a_listener_ends() -> None:
     assert script.has_ended
 
 
+async def test_session_listened_to_before_its_start_does_not_end() -> None:
+    session = PlaySession(request(), PlayBounds(left_seconds=0.05))
+    with session.listened():
+        session.start(Script())
+        await asyncio.sleep(0.3)
+        assert not session.is_over
+    await asyncio.wait_for(whole(session), 30)
+
+
 async def test_session_with_a_listener_does_not_end() -> None:
     session, _, _ = await begun(PlayBounds(left_seconds=0.05))
     with session.listened():
