@@ -70,6 +70,8 @@ class StatusScreen:
             self._step = progress.step
             self.event(str(progress))
         elif time.monotonic() >= self._reminder:
-            starting = [service["name"] for service in status if service["state"] == ServiceState.STARTING]
-            if starting:
-                self.event(f"waiting for {', '.join(starting)}")
+            for service in status:
+                if service["state"] == ServiceState.STARTING:
+                    self.event(
+                        f"waiting for {service['name']}: {service['obstacle'] or 'it does not answer yet'}; its log: {service['log']}"
+                    )

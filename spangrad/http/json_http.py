@@ -61,6 +61,17 @@ def status_of(url: str, seconds: float = 2.0) -> int | None:
         return 0 if isinstance(getattr(error, "reason", None), SSLError) else None
 
 
+def refusal_of(url: str, seconds: float = 2.0) -> str:
+    """Return the reason with which a GET without user and password is refused. Empty: it is not, or there is no whole response."""
+    try:
+        with urllib.request.urlopen(without_userinfo(url), timeout=seconds):
+            return ""
+    except urllib.error.HTTPError as error:
+        return RequestError.of_response(error.code, _body(error), None, str(error.reason)).reason
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
+
+
 def text_of(url: str, seconds: float = 2.0, token: str | None = None) -> str | None:
     """Return the text of a GET, with a token if there is one. None: there is no whole response, or it is none of success."""
     try:

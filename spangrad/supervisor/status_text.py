@@ -56,9 +56,11 @@ def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgre
             service["log"],
         )
     causes = [
-        Text(f"{service['name']}: {service['cause'][:_CAUSE_CHARACTERS]}", "yellow")
+        Text(f"{service['name']}: {reason[:_CAUSE_CHARACTERS]}", "yellow")
         for service in services
-        if service["cause"] and service["state"] not in {"ready", "done"}
+        if service["state"] not in {"ready", "done"}
+        for reason in (service["cause"], service["obstacle"])
+        if reason
     ]
     return Group(table, *causes, *([Text(f"\n{progress}")] if progress else []), *([Text(hint, "dim")] if hint else []))
 

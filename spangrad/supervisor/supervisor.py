@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
+from spangrad.http.json_http import refusal_of
 from spangrad.http.service import without_userinfo
 from spangrad.processes import answers
 from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
@@ -41,6 +42,8 @@ class _Supervised:
     """Time of the next start, where it is restarted."""
     cause: str = ""
     """Cause of its last failure."""
+    obstacle: str = ""
+    """Reason why it is not ready yet: that with which it refuses the request for its state, else the last line of its log."""
     holder: str = ""
     """Process that was started last, as `spangrad.leases.is_dead` knows it; empty: none was, or it is not on this machine."""
 
@@ -97,7 +100,7 @@ class Supervisor:
         return all(supervised.serves for supervised in self._all.values())
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the status of each service: its state since when, its process and node, its failures, its log file and its grace."""
+        """Return the status of each service: its state since when, its process and node, its obstacle, its failures, its log and grace."""
         now = time.monotonic()
         return [
             {
@@ -109,6 +112,7 @@ class Supervisor:
                 "seconds": round(now - supervised.since, 1),
                 "restarts": supervised.restarts,
                 "waits_for": self._missing(supervised) if supervised.state is ServiceState.WAITING else [],
+                "obstacle": supervised.obstacle,
                 "cause": supervised.cause,
                 "log": str(supervised.service.log),
                 "grace_seconds": supervised.service.grace_seconds,
@@ -217,6 +221,7 @@ class Supervisor:
             return
         supervised.checked = now
         healthy = url is None or answers(url)
+        supervised.obstacle = "" if healthy or url is None else _obstacle(process, url)
         if healthy and supervised.state is not ServiceState.READY:
             self._on_event(f"{supervised.service.name} is ready ({now - supervised.since:.1f} s)")
             supervised.was_ready = supervised.was_ready or url is not None
@@ -259,4 +264,11 @@ class Supervisor:
 
     def _enter(self, supervised: _Supervised, state: ServiceState) -> None:
         supervised.state = state
+        supervised.obstacle = ""
         supervised.since = time.monotonic()
+
+
+def _obstacle(process: ServiceProcess, url: str) -> str:
+    """Return the reason why a service that runs is not ready, as far as it is known."""
+    lines = "" if process.node else process.log_end()  # on another node the log is not read at each look
+    return refusal_of(url) or (lines.split("\n")[-2:-1] or [""])[0].strip()

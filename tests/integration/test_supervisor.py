@@ -103,6 +103,28 @@ def test_supervisor_starts_in_order_of_needs_and_stops_in_reverse(tmp_path: Path
     assert set(states(supervisor).values()) == {"stopped"}
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "obstacle"),
+    [(503, '{"error": {"message": "no engine answers"}}', "no engine answers"), (None, "", "loading weights")],
+)
+def test_supervisor_status_names_obstacle_of_starting_service(status: int | None, body: str, obstacle: str, tmp_path: Path) -> None:
+    code = f"""
+import http.server, sys, time
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response({status})
+        self.end_headers()
+        self.wfile.write({body!r}.encode())
+    def log_message(*_): pass
+print("starting", "loading weights", sep="\\n", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever() if {status} else time.sleep(600)
+"""
+    waiting = server("gateway", tmp_path)
+    waiting = replace(waiting, command=(sys.executable, "-c", code, *waiting.command[3:]))
+    with Supervisor([waiting], lambda text: None) as supervisor:
+        poll_until(supervisor, lambda: supervisor.status()[0]["obstacle"] == obstacle)
+
+
 def test_supervisor_stops_replicas_together_and_each_within_its_grace(tmp_path: Path) -> None:
     def replica(name: str, code: str, grace_seconds: float) -> ServiceSpec:
         command = (sys.executable, "-c", code, str(tmp_path / f"{name}-prepared"), str(tmp_path / f"{name}-drained"))

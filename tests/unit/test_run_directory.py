@@ -141,13 +141,25 @@ def test_status_event_on_full_disk_is_lost_and_raises_nothing(tmp_path: Path, mo
     StatusScreen(tmp_path).event("starting store")
 
 
-def test_status_screen_without_terminal_names_services_that_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_screen_without_terminal_says_what_starting_services_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [100.0]
-    status = [{"name": "store", "state": "ready"}, {"name": "engine", "state": "starting"}, {"name": "gateway", "state": "starting"}]
+    status = [
+        {"name": "store", "state": "ready", "obstacle": "", "log": "store.log"},
+        {"name": "engine", "state": "starting", "obstacle": "", "log": "engine.log"},
+        {"name": "gateway", "state": "starting", "obstacle": "no engine answers", "log": "gateway.log"},
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("commands.services.status_screen.time.monotonic", lambda: clock[-1])
         screen = StatusScreen(tmp_path)
         for seconds, shown in ((109.0, status), (111.0, status), (115.0, status), (121.5, status), (140.0, status[:1])):
             clock.append(seconds)
             screen.show(shown, None)
-    assert capsys.readouterr().out == "   11.0 s  waiting for engine, gateway\n   21.5 s  waiting for engine, gateway\n"
+    lines = [
+        text
+        for seconds in ("11.0", "21.5")
+        for text in (
+            f"   {seconds} s  waiting for engine: it does not answer yet; its log: engine.log\n",
+            f"   {seconds} s  waiting for gateway: no engine answers; its log: gateway.log\n",
+        )
+    ]
+    assert capsys.readouterr().out == "".join(lines)

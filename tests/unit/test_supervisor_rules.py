@@ -192,17 +192,19 @@ def test_supervisor_reads_cause_of_failure_before_the_log_is_gone() -> None:
 
 
 def test_status_table_names_states_causes_and_progress() -> None:
-    row = {"pid": 7, "node": "", "seconds": 61.2, "restarts": 2, "waits_for": [], "cause": "", "log": "logs/x.log"}
+    row = {"pid": 7, "node": "", "seconds": 61.2, "restarts": 2, "waits_for": [], "obstacle": "", "cause": "", "log": "logs/x.log"}
     rows = [
         {**row, "name": "store", "state": "ready", "cause": "an old failure"},
         {**row, "name": "gateway", "state": "waiting", "waits_for": ["store"]},
         {**row, "name": "engine", "state": "restarting", "cause": "out of memory"},
+        {**row, "name": "page", "state": "starting", "obstacle": "migrating tables"},
     ]
     console = Console(width=120, file=StringIO(), markup=False)
     console.print(status_table(rows, TrainingProgress(3, 7, 0.5, 0.25), "the hint"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "waiting for store" in text
     assert "engine: out of memory" in text
+    assert "page: migrating tables" in text
     assert "an old failure" not in text
     assert "1:01" in text
     assert "step 7   return +0.500   waiting rollouts 3   trainer idle 25%" in text
