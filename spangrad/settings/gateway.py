@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from spangrad.settings.section import Section, ServerUrl, Token
+from spangrad.settings.section import Port, Section, ServerUrl, Token
 
 Relaxation = Literal["strict_tools", "schemas", "top_p", "penalties", "tool_choice"]
 """Parts of a request that the gateway may relax: see `GatewaySettings.relax`."""
@@ -56,7 +56,7 @@ class GatewaySettings(Section):
 
     host: str = "127.0.0.1"
     """Address that the gateway binds to; any but loopback needs a token."""
-    port: int = 8180
+    port: Port = 8180
     """TCP port of the gateway."""
     url: ServerUrl = "http://127.0.0.1:8180"
     """URL at which agents, the runner and the trainer reach the gateway."""
@@ -120,7 +120,7 @@ class EngineSettings(Section):
     `.venv-vllm/bin/python` in the working directory, above it, or in spangrad's checkout."""
     host: str = "127.0.0.1"
     """Address that vLLM's server binds to; any but loopback needs a token."""
-    port: int = 8000
+    port: Port = 8000
     """TCP port of vLLM's server."""
     token: Token | None = None
     """Token that every request to the engine but a health check carries; the gateway sends it. None: no token is required, and only

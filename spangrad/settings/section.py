@@ -20,6 +20,8 @@ def _one_line(token: SecretStr) -> SecretStr:
     return SecretStr(text)
 
 
+Port = Annotated[int, Field(ge=0, le=65535)]
+"""TCP port to listen at; at 0 the system chooses one."""
 Token = Annotated[SecretStr, Field(min_length=1), AfterValidator(_one_line)]
 """Token or key that requests carry in a header; whitespace around it, such as the line break at the end of a file, is no part of it."""
 Seconds = Annotated[float, Field(gt=0, le=1e7)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
-from spangrad.settings.section import Seconds, Section, ServerUrl, Token
+from spangrad.settings.section import Port, Seconds, Section, ServerUrl, Token
 
 
 class QueueSettings(Section):
@@ -17,7 +17,7 @@ class QueueSettings(Section):
     runner.directory, and contacts no queue server."""
     host: str = "127.0.0.1"
     """Address that `spangrad queue` binds. Anything but loopback needs `queue.token`."""
-    port: int = 8190
+    port: Port = 8190
     """TCP port of `spangrad queue`."""
     token: Token | None = None
     """Token that every request to the queue must carry. None: no token is required, and only loopback may be bound."""
@@ -37,7 +37,7 @@ class EnvironmentServiceSettings(Section):
 
     host: str = "127.0.0.1"
     """Address that `spangrad environments` and `spangrad env serve` bind. Anything but loopback needs `environments.token`."""
-    port: int = 8191
+    port: Port = 8191
     """TCP port of `spangrad environments` and `spangrad env serve`."""
     token: Token | None = None
     """Token that the environment service requires, and that agents' runners send it. None: no token is required."""
@@ -59,7 +59,7 @@ class RewardServiceSettings(Section):
 
     host: str = "127.0.0.1"
     """Address that `spangrad rewards serve` binds. Anything but loopback needs `rewards.token`."""
-    port: int = 8192
+    port: Port = 8192
     """TCP port of `spangrad rewards serve`."""
     token: Token | None = None
     """Token that the reward service requires, and that runners send it. None: no token is required."""
@@ -70,7 +70,7 @@ class ToolServiceSettings(Section):
 
     host: str = "127.0.0.1"
     """Address that `spangrad tools --swe-rex` binds. Anything but loopback needs `tools.token`."""
-    port: int = 8196
+    port: Port = 8196
     """TCP port of `spangrad tools --swe-rex`."""
     token: Token | None = None
     """API key that the server of tools requires. None: no key is required."""
@@ -81,7 +81,7 @@ class PageSettings(Section):
 
     host: str = "127.0.0.1"
     """Address that `spangrad page` binds. Anything but loopback needs `page.token`."""
-    port: int = 8195
+    port: Port = 8195
     """TCP port of `spangrad page`."""
     token: Token | None = None
     """Token that browsers and clients of the page must show. None: no token is required, and only loopback may be bound."""

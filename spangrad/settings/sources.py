@@ -164,7 +164,9 @@ def _read_file(file: Path | None, env: Mapping[str, str], default: Path) -> tupl
     except OSError as error:
         raise SettingsError(f"settings file {path} cannot be read ({error.strerror}). Name a file of TOML that you may read.") from None
     except ValueError as error:  # not UTF-8, or not TOML
-        raise SettingsError(f"settings file {path} is not TOML: {error}") from None
+        raise SettingsError(
+            f"settings file {path} is not TOML: {error}. Correct that place: TOML is UTF-8, and texts have quotes."
+        ) from None
 
 
 def _read_env(env: Mapping[str, str]) -> dict[str, object]:
@@ -267,6 +269,14 @@ _SECRET_VARIABLES = frozenset(variable_of(key) for key in _secret_keys(Settings)
 
 def _nearest(key: str) -> str:
     close = difflib.get_close_matches(key, _KEYS | _SECTIONS, n=1)
+    parent, _, name = key.rpartition(".")
+    is_setting = bool(close) and close[0] in _KEYS
+    if (
+        parent in _SECTIONS
+        and not is_setting
+        and not difflib.get_close_matches(name, [last.rpartition(".")[2] for last in close], cutoff=0.8)
+    ):
+        return f" `spangrad config --explain {parent}` lists the settings of this section."
     if not close:
         return " `spangrad config` lists all settings."
-    return f" Did you mean {'the section ' if close[0] in _SECTIONS else ''}{close[0]!r}?"
+    return f" Did you mean {'' if is_setting else 'the section '}{close[0]!r}?"

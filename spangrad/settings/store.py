@@ -7,7 +7,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
-from spangrad.settings.section import Section, ServerUrl, Token
+from spangrad.settings.section import Port, Section, ServerUrl, Token
 
 
 class StoreSettings(Section):
@@ -15,11 +15,11 @@ class StoreSettings(Section):
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs `token`."""
-    otlp_grpc_port: int = 4317
+    otlp_grpc_port: Port = 4317
     """TCP port of the store's OTLP/gRPC receiver."""
-    otlp_http_port: int = 4318
+    otlp_http_port: Port = 4318
     """TCP port of the store's OTLP/HTTP receiver."""
-    clickhouse_port: int = 8123
+    clickhouse_port: Port = 8123
     """TCP port of the store's ClickHouse HTTP interface."""
     path: Path = Path("data/store")
     """Directory of the embedded database. One process owns it."""
@@ -69,11 +69,11 @@ class CollectorSettings(Section):
 
     host: str = "127.0.0.1"
     """Address to bind. Anything but loopback needs a token."""
-    otlp_grpc_port: int = 14317
+    otlp_grpc_port: Port = 14317
     """TCP port of the Collector's OTLP/gRPC receiver."""
-    otlp_http_port: int = 14318
+    otlp_http_port: Port = 14318
     """TCP port of the Collector's OTLP/HTTP receiver."""
-    health_port: int = 13133
+    health_port: Port = 13133
     """Port on loopback that answers health checks while the collector is up."""
     queue_path: Path = Path("data/collector")
     """Directory of the data that is accepted and not stored yet. One collector owns it."""

@@ -55,6 +55,11 @@ def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
         ({}, {}, "[store]\nurll = 'x'\n", "Did you mean 'store.url'?"),
         ({}, {}, "[stor]\nurl = 'x'\n", "unknown setting 'stor' (file {file}). Did you mean the section 'store'?"),
         ({}, {}, "[builder.selction]\nagents = 'x'\n", "Did you mean the section 'builder.selection'?"),
+        ({"trainer.lr": 1}, {}, "", "'trainer.lr' (flag). `spangrad config --explain trainer` lists the settings of this section."),
+        ({"trainer.optim.lr": 1}, {}, "", "`spangrad config --explain trainer.optim` lists"),
+        ({"engine.gpu_memory_utilization": 1}, {}, "", "`spangrad config --explain engine` lists"),
+        ({}, {}, "[runner]\ngroup_size = eight\n", "not TOML: Invalid value (at line 2, column 14). Correct that place"),
+        ({"engine.port": 65536}, {}, "", "setting engine.port = 65536 (flag)"),
         ({}, {}, "[sto", "is not TOML"),
         (
             {"store.url": "http://127.0.0.1:81234"},
