@@ -40,7 +40,7 @@ from gateway.vllm_plugin.middleware import (
 from gateway.vllm_plugin.request_fields import CHAT_PATH
 from gateway.vllm_plugin.state import STATE_VARIABLE, write_state
 from gateway.zero_adapter import write_zero_adapter, zero_adapter
-from spangrad.errors import EngineError
+from spangrad.errors import EngineError, SettingsError
 from spangrad.http.json_http import ask
 from spangrad.http.service import RemoteService, in_url
 from spangrad.processes import answers, dying_with_parent, require_free_port, require_safe_bind, stop_group
@@ -69,7 +69,8 @@ def serve(settings: Settings) -> None:
     """Run vLLM until SIGTERM or SIGINT.
 
     Raises:
-        EngineError: the model or the interpreter is missing, vLLM did not start, or it died.
+        SettingsError: the model or the interpreter is missing, or settings contradict each other.
+        EngineError: vLLM did not start, or it died.
         SpangradError: the port is in use.
     """
     settings, model = _checked(settings)
@@ -195,10 +196,11 @@ def _checked(settings: Settings) -> tuple[Settings, Path]:
 
 def _model_of(engine: EngineSettings) -> Path:
     if engine.model is None:
-        raise EngineError("no model to serve. Set engine.model (SPANGRAD_ENGINE__MODEL) to a model directory.")
+        raise SettingsError("no model to serve. Set engine.model (SPANGRAD_ENGINE__MODEL) to a model directory.")
     model = engine.model.absolute()
     if not (model / "config.json").exists():
-        raise EngineError(f"engine.model = {str(engine.model)!r} holds no config.json. Set it to a Hugging Face model directory.")
+        lack = "holds no config.json" if model.is_dir() else "is no directory"
+        raise SettingsError(f"engine.model = {str(engine.model)!r} {lack}. Set it to a Hugging Face model directory.")
     tokenizer_hash(model)
     return model
 
@@ -207,18 +209,18 @@ def _check(engine: EngineSettings, model: Path) -> None:
     """Check the settings, before vLLM spends half a minute on what cannot work."""
     require_orders_reach_all(engine)
     if engine.lora_rank and engine.transfer:
-        raise EngineError(
+        raise SettingsError(
             f"engine.lora_rank = {engine.lora_rank} and engine.transfer = {engine.transfer!r}: "
             "an engine takes adapters or whole weights. Unset one."
         )
     python = vllm_python(engine)
     if not os.access(python, os.X_OK):
-        raise EngineError(
+        raise SettingsError(
             f"engine.python = {str(python)!r} is no interpreter. Make vLLM's environment with `make setup`, "
             "or set engine.python to the Python of an environment that holds vLLM."
         )
     if engine.transfer == "nccl" and subprocess.run([python, "-c", _DETECTS_GPU], check=False).returncode:
-        raise EngineError(
+        raise SettingsError(
             f"engine.transfer = 'nccl', and the PyTorch of engine.python = {str(python)!r} sees no GPU. Set engine.transfer = "
             "http, or start the engine where there is one."
         )

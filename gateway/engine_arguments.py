@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spangrad.errors import EngineError
+from spangrad.errors import SettingsError
 from spangrad.probing.vllm_arguments import vllm_arguments
 from spangrad.settings import EngineSettings
 
@@ -34,12 +34,12 @@ def require_orders_reach_all(engine: EngineSettings) -> None:
     """Refuse arguments with which an order would not reach all of an engine.
 
     Raises:
-        EngineError: one does; the message names it, the place where it is set, and the reason.
+        SettingsError: one does; the message names it, the place where it is set, and the reason.
     """
     for option, value, place in _options(engine.extra_args):
         reason = _refusal(option, value, engine)
         if reason:
-            raise EngineError(f"{place} has {f'{option} {value}'.rstrip()}: {reason}")
+            raise SettingsError(f"{place} has {f'{option} {value}'.rstrip()}: {reason}")
 
 
 def names_api_servers(extra_args: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from spangrad.errors import EngineError
+from spangrad.errors import SettingsError
 from spangrad.probing.machine import available_memory, find_vllm_python, has_gpu
 from spangrad.probing.model import DTYPE_BYTES, configured
 from spangrad.probing.proposals import cache_bytes, context_of
@@ -26,7 +26,7 @@ def fit_to_memory(engine: EngineSettings, model: Path) -> EngineSettings:
         model: directory of the model.
 
     Raises:
-        EngineError: there is no interpreter of vLLM's environment.
+        SettingsError: there is no interpreter of vLLM's environment.
         SettingsError: the model's config.json is not a JSON object.
     """
     facts = configured(model)
@@ -45,11 +45,11 @@ def vllm_python(engine: EngineSettings) -> Path:
     """Return the Python interpreter of vLLM's environment.
 
     Raises:
-        EngineError: engine.python is not set, and there is no such environment.
+        SettingsError: engine.python is not set, and there is no such environment.
     """
     python = engine.python or find_vllm_python(Path.cwd())
     if python is None:
-        raise EngineError(
+        raise SettingsError(
             "engine.python is not set, and there is no .venv-vllm here, above, or in spangrad's checkout. Make it with `make setup`"
             " in the checkout, or set engine.python to the Python of an environment that holds vLLM."
         )

@@ -55,14 +55,19 @@ def up(
     words = list(command_of(agent, arguments) or settings.up.agent)
     if words:
         from spangrad.cli import app
+        from spangrad.client.task_files import HUB, read_tasks
+        from spangrad.client.task_store import STORED
         from spangrad.supervisor.training_services import agent_command
 
-        # A wrong option, or an agent that is not here, is refused before anything is started; nodes of Ray may have other programs.
+        # A wrong option, or an agent or tasks that are not here: refused before anything is started. Nodes of Ray may have other programs.
         _, bound, _ = app.parse_args([agent_command(words), *words])
         if ray is None:
             program, *rest = bound.args or (None,)
             runner = resolve(bound.kwargs.get("config", config), [*overrides, *bound.kwargs.get("set_", ())]).runner
             require_loadable(agents_of(runner, handler_of(program, rest, bound.kwargs.get("options"))), runner)
+            tasks = bound.kwargs.get("tasks", STORED)
+            if not tasks.startswith((STORED, HUB)):
+                read_tasks(tasks)
     if detach:
         options = [*options_of(config, overrides), *(["--ray", ray] if ray else [])]
         _detach(settings, options, words)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from gateway.engine import command, environment, serve
 from gateway.engine_arguments import require_orders_reach_all
 from gateway.zero_adapter import write_zero_adapter
-from spangrad.errors import CheckpointError, EngineError, SpangradError
+from spangrad.errors import CheckpointError, EngineError, SettingsError, SpangradError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import Settings
 from spangrad.settings.sources import load_settings
@@ -115,7 +115,7 @@ def test_engine_transfer_setting_selects_weight_transfer_backend(model: Path, tm
 
 
 def test_engine_with_impossible_weight_sync_method_raises(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="takes adapters or whole weights"):
+    with pytest.raises(SettingsError, match="takes adapters or whole weights"):
         serve(settings(model, tmp_path, lora_rank=8, transfer="http"))
     with pytest.raises(EngineError, match=r"has no layer \*_proj.weight .* Set engine.lora_rank = 0"):
         serve(settings(model, tmp_path, lora_rank=8))
@@ -129,16 +129,18 @@ def test_engine_with_impossible_weight_sync_method_raises(model: Path, tmp_path:
     blind = tmp_path / "python"
     blind.write_text("#!/bin/sh\nexit 1\n")
     blind.chmod(0o755)
-    with pytest.raises(EngineError, match=r"sees no GPU. Set engine.transfer = http"):
+    with pytest.raises(SettingsError, match=r"sees no GPU. Set engine.transfer = http"):
         serve(settings(model, tmp_path, transfer="nccl", python=str(blind)))
 
 
 def test_engine_with_invalid_settings_raises_with_remedy(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"Set engine.model .* to a model directory"):
+    with pytest.raises(SettingsError, match=r"Set engine.model .* to a model directory"):
         serve(settings(None, tmp_path))
-    with pytest.raises(EngineError, match=r"holds no config.json. Set it to a Hugging Face model directory"):
+    with pytest.raises(SettingsError, match=r"missing' is no directory. Set it to a Hugging Face model directory"):
         serve(settings(tmp_path / "missing", tmp_path))
-    with pytest.raises(EngineError, match=r"is no interpreter. Make vLLM's environment"):
+    with pytest.raises(SettingsError, match=r"holds no config.json. Set it to a Hugging Face model directory"):
+        serve(settings(tmp_path, tmp_path))
+    with pytest.raises(SettingsError, match=r"is no interpreter. Make vLLM's environment"):
         serve(settings(model, tmp_path, python="/no/python"))
     with pytest.raises(SpangradError, match=r"would listen beyond this machine without a token. Set engine.token, or bind 127.0.0.1"):
         serve(settings(model, tmp_path, host="0.0.0.0"))
@@ -247,7 +249,7 @@ REFUSED = [
 def test_require_orders_reach_all_partial_engine_refuses(
     model: Path, tmp_path: Path, arguments: list[str], shown: str, reason: str
 ) -> None:
-    with pytest.raises(EngineError, match=f"engine.extra_args has {re.escape(shown)}: .*{reason}"):
+    with pytest.raises(SettingsError, match=f"engine.extra_args has {re.escape(shown)}: .*{reason}"):
         serve(settings(model, tmp_path, extra_args=arguments))
 
 
@@ -256,12 +258,14 @@ def test_require_orders_reach_all_option_in_configuration_file_refuses(model: Pa
     file = tmp_path / "vllm.yaml"
     file.write_text(f"seed: 3\n{line}\n")
     for arguments in (["--config", str(file)], [f"--config={file}"]):
-        with pytest.raises(EngineError, match=f"{file}, which engine.extra_args names, has --"):
+        with pytest.raises(SettingsError, match=f"{file}, which engine.extra_args names, has --"):
             serve(settings(model, tmp_path, extra_args=arguments))
 
 
 def test_require_orders_reach_all_adapters_beside_several_api_servers_refuses(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"has --api-server-count 2: engine.lora_rank = 8, and vLLM loads adapters at run time with one"):
+    with pytest.raises(
+        SettingsError, match=r"has --api-server-count 2: engine.lora_rank = 8, and vLLM loads adapters at run time with one"
+    ):
         serve(settings(model, tmp_path, lora_rank=8, extra_args=["-asc", "2"]))
     words = command(settings(model, tmp_path, lora_rank=8, extra_args=["--data-parallel-size", "2"]), model)
     assert words[words.index("--api-server-count") + 1] == "1", "vLLM would start one for each rank"

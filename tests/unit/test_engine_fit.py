@@ -11,7 +11,7 @@ import pytest
 from gateway import engine_fit
 from gateway.engine_failure import failure, root_cause
 from gateway.engine_fit import fit_to_memory
-from spangrad.errors import EngineError
+from spangrad.errors import SettingsError
 from spangrad.settings import EngineSettings
 from spangrad.settings.sources import load_settings
 
@@ -60,7 +60,7 @@ def test_fitted_python_is_searched_above_working_directory(tmp_path: Path, model
         assert starts
 
     monkeypatch.setattr(engine_fit, "find_vllm_python", nowhere)
-    with pytest.raises(EngineError, match=r"set engine.python to the Python of an environment that holds vLLM"):
+    with pytest.raises(SettingsError, match=r"set engine.python to the Python of an environment that holds vLLM"):
         fit_to_memory(settings(python=None), model)
 
 
