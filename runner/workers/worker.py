@@ -179,7 +179,7 @@ class Worker:
 
     def _lost(self, lease: RolloutLease, result: AttemptReceipt) -> None:
         """Stop an attempt whose lease the queue has ended."""
-        _logger.info("attempt %d of rollout %s has ended: %s", lease.attempt, lease.rollout_id, result.refused)
+        _logger.info("stopping it, as the queue says: %s", result.refused or f"attempt {lease.attempt} of rollout {lease.rollout_id}")
         stop = self._held.get((lease.rollout_id, lease.attempt))
         if stop is not None:
             reason = result.ended or AttemptFailure.LOST

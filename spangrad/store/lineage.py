@@ -20,6 +20,7 @@ _VERSIONS = """
 SELECT Branch, Version, Status, Parent, ParentBranch, BatchId, RunId, Mode, Checksum, Path
 FROM spangrad.policy_versions WHERE Policy = {policy:String} ORDER BY Version, Branch
 """
+_POLICIES = "SELECT DISTINCT Policy FROM spangrad.policy_versions ORDER BY Policy"
 _SIZES = """
 SELECT BatchId, uniqExact(Mode, GroupId), uniqExact(RunId, RolloutId, Attempt)
 FROM spangrad.batches WHERE Policy = {policy:String} GROUP BY BatchId
@@ -186,7 +187,8 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
     if not matches:
         known = ", ".join(f"{policy}@{version.version} on {version.branch}" for version in list(versions.values())[-_NEWEST:])
         where = "" if branch is None else f" on branch {branch}"
-        others = f"The newest are {known}." if known else f"It knows none of {policy}."
+        policies = ", ".join(repr(name) for (name,) in client.query(_POLICIES).result_rows)
+        others = f"The newest are {known}." if known else f"It has versions of {policies}." if policies else "It has no versions at all."
         raise StoreError(
             f"the store knows no version {policy}@{number}{where}. {others} A version that `spangrad policy list` has and the store lacks "
             "arrives with the next `spangrad train` or `spangrad finetune` on its branch."
