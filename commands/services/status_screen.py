@@ -17,7 +17,7 @@ from rich.live import Live
 
 from commands.console import plain_console
 from spangrad.supervisor.service import ServiceState
-from spangrad.supervisor.status_text import TrainingProgress, status_table
+from spangrad.supervisor.status_text import REASON_CHARACTERS, TrainingProgress, status_table
 
 _REMINDER_SECONDS = 10.0
 """Interval of the lines on services that start, in seconds."""
@@ -44,6 +44,7 @@ class StatusScreen:
         self._began = time.monotonic()
         self._reminder = self._began + _REMINDER_SECONDS
         self._step: int | None = None
+        self._reasons = dict[str, str]()
         self._hint = f"{_HINT}; logs: {directory / 'logs'}"
 
     def __enter__(self) -> Self:
@@ -70,8 +71,14 @@ class StatusScreen:
             self._step = progress.step
             self.event(str(progress))
         elif time.monotonic() >= self._reminder:
-            for service in status:
-                if service["state"] == ServiceState.STARTING:
-                    self.event(
-                        f"waiting for {service['name']}: {service['obstacle'] or 'it does not answer yet'}; its log: {service['log']}"
-                    )
+            self._remind([service for service in status if service["state"] == ServiceState.STARTING])
+
+    def _remind(self, starting: Sequence[Mapping[str, Any]]) -> None:
+        """Print the services that start, with the reason of each that has another one than when it was printed last."""
+        reasons = {service["name"]: service["obstacle"] or f"it does not answer yet; its log: {service['log']}" for service in starting}
+        changed = {name: reason for name, reason in reasons.items() if self._reasons.get(name) != reason}
+        self._reasons |= changed
+        for name, reason in changed.items():
+            self.event(f"waiting for {name}: {reason[:REASON_CHARACTERS]}")
+        if reasons and not changed:
+            self.event(f"waiting for {', '.join(reasons)}")

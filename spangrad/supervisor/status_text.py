@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _COLOURS = {"ready": "green", "done": "green", "failed": "red", "restarting": "yellow", "no answer": "yellow"}
-_CAUSE_CHARACTERS = 200
+REASON_CHARACTERS = 200
+"""Longest cause or obstacle that is shown, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgre
             service["log"],
         )
     causes = [
-        Text(f"{service['name']}: {reason[:_CAUSE_CHARACTERS]}", "yellow")
+        Text(f"{service['name']}: {reason[:REASON_CHARACTERS]}", "yellow")
         for service in services
         if service["state"] not in {"ready", "done"}
         for reason in (service["cause"], service["obstacle"])
