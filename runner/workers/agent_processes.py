@@ -175,7 +175,9 @@ class AgentHost:
         finally:
             self._pipe.close()
             self._jobs.close()
-            detail = f"the agent's process ended with exit code {code}. The end of {self._log.file}:\n{self._log.tail()}"
+            end = self._log.tail()
+            log = f"The end of {self._log.file}:\n{end}" if end else f"Its log {self._log.file} is empty."
+            detail = f"the agent's process ended with exit code {code}. {log}"
             for answered in self._waiting.values():
                 if not answered.done():
                     answered.set_result({"reward": None, "failure": AttemptFailure.CRASH, "detail": detail})

@@ -59,6 +59,7 @@ LINE_LIMIT_BYTES = 256 * 2**20
 """Largest line of the protocol, in bytes."""
 
 _END_SECONDS = 2.0
+_NO_EVALUATOR = "name an evaluator, or return a number"
 _THREADS = 4096
 """Largest number of threads, above the number of attempts at once; they are started as they are needed."""
 
@@ -215,9 +216,9 @@ class Host:
         except ValueError as error:
             # The policy is responsible for its agent's value, not for the evaluator's.
             failure = AttemptFailure.INVALID_OUTPUT if no_evaluator else AttemptFailure.EVALUATION
-            return AttemptReply(name, failure=failure, detail=str(error))
+            return AttemptReply(name, failure=failure, detail=f"{error}: {_NO_EVALUATOR}" if no_evaluator else str(error))
         if reward is None and not (no_evaluator and note.rewarded):
-            detail = f"the {'agent' if no_evaluator else 'evaluator'} gave no reward"
+            detail = f"the agent gave no reward: {_NO_EVALUATOR}" if no_evaluator else "the evaluator gave no reward"
             return AttemptReply(name, failure=AttemptFailure.NO_REWARD, detail=detail)
         return AttemptReply(name, {} if reward is None else reward)
 

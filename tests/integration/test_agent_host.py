@@ -164,10 +164,12 @@ def test_agent_host_async_attempts_run_concurrently(tmp_path: Path) -> None:
         host.send(job("c", {"x": 1, "y": -2.5}), {**job("d", None)})
         assert [host.answer(), host.answer()] == [
             answered("c", {"x": 1.0, "y": -2.5}),
-            answered("d", None, "no_reward", "the agent gave no reward"),
+            answered("d", None, "no_reward", "the agent gave no reward: name an evaluator, or return a number"),
         ]
         host.send(job("e", "text"))
-        assert host.answer() == answered("e", failure="invalid_output", detail="the reward is 'text', not a finite number")
+        assert host.answer() == answered(
+            "e", failure="invalid_output", detail="the reward is 'text', not a finite number: name an evaluator, or return a number"
+        )
 
 
 def test_agent_host_attempts_in_threads_run_evaluator(tmp_path: Path) -> None:
@@ -234,7 +236,7 @@ def test_agent_that_rewards_itself_may_return_none(tmp_path: Path, agent: str) -
         event = ("gen_ai.evaluation.result", {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": 0.5})
         assert [span.events for span in sink.spans] == [(event,)]
         host.send(job("b", None))
-        assert host.answer() == answered("b", None, "no_reward", "the agent gave no reward")
+        assert host.answer() == answered("b", None, "no_reward", "the agent gave no reward: name an evaluator, or return a number")
 
 
 def test_evaluator_overrides_reward_of_agent(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_run_prints_each_failure_reason_with_count_and_example(capsys: pytest.Ca
         0,
         [
             f"4 failed, exception: RuntimeError: bad day: and worse; {MORE}",
-            f"2 failed, invalid_output: the reward is 'good', not a finite number; {MORE}",
+            f"2 failed, invalid_output: the reward is 'good', not a finite number: name an evaluator, or return a number; {MORE}",
         ],
     )
 

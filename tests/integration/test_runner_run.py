@@ -285,8 +285,15 @@ async def test_run_failed_attempts_without_failure_rewards_are_retried(tmp_path:
         outcomes = await on.runner.run([Task(name, {"moods": m, "calls": 2}) for name, m in moods.items()], mode=Mode.TRAIN, group_size=1)
         assert [(o.task_id, o.key.attempt, o.reward, o.failure, o.detail, o.calls) for o in outcomes] == [
             ("second try", 1, {"reward": 0.5}, None, "", 2),
-            ("never", 1, None, AttemptFailure.NO_REWARD, "the agent gave no reward", 2),
-            ("invalid", 1, None, AttemptFailure.INVALID_OUTPUT, "the reward is 'text', not a finite number", 2),
+            ("never", 1, None, AttemptFailure.NO_REWARD, "the agent gave no reward: name an evaluator, or return a number", 2),
+            (
+                "invalid",
+                1,
+                None,
+                AttemptFailure.INVALID_OUTPUT,
+                "the reward is 'text', not a finite number: name an evaluator, or return a number",
+                2,
+            ),
             ("hangs", 1, {"reward": 1.0}, None, "", 2),
             ("crashes", 0, {"reward": 0.0}, None, "", 2),
         ]
@@ -329,7 +336,7 @@ async def test_run_agent_crash_fails_concurrent_attempts_and_restarts_host(tmp_p
         tasks = [Task("neighbour", {"moods": ["hang", 1.0]}), Task("crash", {"moods": ["crash", "crash"]})]
         outcomes = await on.runner.run(tasks, mode=Mode.TRAIN, group_size=1)
         assert {o.task_id: (o.key.attempt, o.failure) for o in outcomes}["crash"] == (1, AttemptFailure.CRASH)
-        assert outcomes[1].detail.startswith("the agent's process ended with exit code -9. The end of ")
+        assert outcomes[1].detail.startswith("the agent's process ended with exit code -9. Its log /")
         first = [r for r in on.roots() if r.attributes[semconv.ROLLOUT_ATTEMPT] == 0]
         assert {r.attributes[semconv.TASK_ID]: r.attributes[semconv.ROLLOUT_FAILURE] for r in first} == {
             "neighbour": "crash",
@@ -367,8 +374,18 @@ async def test_run_command_agent_rollouts_are_rewarded_and_recorded(tmp_path: Pa
         assert [(o.reward, o.failure, o.detail, o.calls) for o in outcomes] == [
             ({"reward": 0.25}, None, "", 1),
             ({"reward": 0.0}, AttemptFailure.EXIT_CODE, "exit code 4", 0),
-            ({"reward": 0.0}, AttemptFailure.INVALID_OUTPUT, "the reward is 'some words', not a finite number", 1),
-            ({"reward": 0.0}, AttemptFailure.INVALID_OUTPUT, "the reward is 'words', not a finite number", 1),
+            (
+                {"reward": 0.0},
+                AttemptFailure.INVALID_OUTPUT,
+                "the reward is 'some words', not a finite number: name an evaluator, or return a number",
+                1,
+            ),
+            (
+                {"reward": 0.0},
+                AttemptFailure.INVALID_OUTPUT,
+                "the reward is 'words', not a finite number: name an evaluator, or return a number",
+                1,
+            ),
         ]
         roots = {root.attributes[semconv.ROLLOUT_ID]: root for root in on.roots()}
         inside = on.sink.named("in the program")

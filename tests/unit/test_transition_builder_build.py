@@ -94,6 +94,7 @@ def test_build_transition_has_fields_for_training() -> None:
         ({"Aborted": True, "ErrorType": "aborted", "HttpStatus": 499}, ("aborted", "")),
         ({"ErrorType": "APITimeoutError"}, ("call_failed", "HTTP 200 APITimeoutError")),
         ({"HttpStatus": 429, "PromptIds": []}, ("call_failed", "HTTP 429")),
+        ({"HttpStatus": 404, "ErrorType": "404"}, ("call_failed", "HTTP 404")),
         ({"Redacted": True, "PromptIds": [], "ResponseIds": [], "Logprobs": []}, ("redacted", "")),
         ({"PromptIds": []}, ("no_token_ids", "")),
         (

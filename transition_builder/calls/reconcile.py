@@ -74,9 +74,10 @@ def _rules(spec: BuilderSettings) -> list[Rule]:
     """Return the rules in their order; a comparison with a setting that is not given is null, and never holds."""
     prompt, response, logprobs = (pl.col(name) for name in ARRAYS.values())
     model = pl.when(pl.col("Model") != "").then(pl.format("model {}", "Model")).otherwise(_NOTHING)
-    # Records of a failure do not always have its status.
-    status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.when(pl.col("ErrorType") != "")
-    failure = pl.concat_str(status, kind.then("ErrorType"), separator=" ", ignore_nulls=True)
+    # Records of a failure do not always have its status, and its type is often the status again.
+    status, kind = pl.when(pl.col("HttpStatus") > 0).then(pl.format("HTTP {}", "HttpStatus")), pl.col("ErrorType")
+    named = pl.when((kind != "") & (kind != pl.col("HttpStatus").cast(pl.String))).then(kind)
+    failure = pl.concat_str(status, named, separator=" ", ignore_nulls=True)
     silent = pl.col("ByGateway") & (pl.col("HttpStatus") == 0) & (pl.col("FinishReason") == "")
     retokenized, tokens, versions = pl.col("IdsSource") == RETOKENIZED, prompt + response, pl.col("Versions.Version")
     unknown_sampling = pl.any_horizontal(pl.col(name).is_null() for name in SAMPLING)
