@@ -62,6 +62,6 @@ class ProgressReader:
         self._client = client = self._client or connect(store)
         with store_errors(store.url):
             steps = client.query(_STEP, parameters={"policy": trainer.policy, "branch": trainer.branch}).result_rows
-            waiting = client.query(untrained_sql(), parameters={"run": trainer.run_id}).result_rows[0][0]
+            untrained = client.query(untrained_sql(), parameters={"run": trainer.run_id}).result_rows[0][0]
         version, mean_return, idle_share = steps[0] if steps else (None, None, None)
-        return TrainingProgress(waiting, version, mean_return, idle_share)
+        return TrainingProgress(untrained, version, mean_return, idle_share)

@@ -159,7 +159,7 @@ def settings_text(proposals: list[Proposal], title: str) -> str:
         reason = f"  # {proposal.reason}" if proposal.reason else ""
         # TOML refuses JSON's escapes of characters beyond 16 bits.
         sections.setdefault(section, []).append(f"{name} = {json.dumps(proposal.value, ensure_ascii=False)}{reason}")
-    head = [f"# {title}", "# `spangrad config` prints every setting with its source; docs/reference/settings.md explains them."]
+    head = [f"# {title}", "# `spangrad config` prints every setting with its source, `spangrad config --explain SECTION` its meaning."]
     return "\n".join([*head, *(f"\n[{section}]\n" + "\n".join(lines) for section, lines in sections.items())]) + "\n"
 
 

@@ -79,8 +79,8 @@ class GatewaySettings(Section):
     engine_url: str = "http://127.0.0.1:8000"
     """URL of the first backend: an engine of policy `gateway.policy`. Empty: only the backends of `gateway.backends`."""
     policy: str = "policy"
-    """Name of the policy that the engine serves: the `model` that agents request. It also answers for models that no policy is named
-    after."""
+    """Name of the policy that the engine serves: the `model` that agents request. Requests for a model that neither is a policy nor stands
+    in `gateway.models` go to it as well, and its engine refuses them (404)."""
     backends: tuple[BackendSettings, ...] = ()
     """Further upstreams; `[[gateway.backends]]` in the file. One with the URL and policy of the first replaces it."""
     models: dict[str, str] = Field(default_factory=dict[str, str])

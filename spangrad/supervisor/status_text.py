@@ -21,8 +21,8 @@ REASON_CHARACTERS = 200
 class TrainingProgress:
     """Progress of the training, as far as it is known."""
 
-    waiting: int | None = None
-    """Rollouts that have ended and are not trained."""
+    untrained: int | None = None
+    """Rollouts of a day that were built and are not trained: they wait, or their groups are skipped."""
     step: int | None = None
     mean_return: float | None = None
     """Mean return of the last step's rollouts."""
@@ -32,10 +32,10 @@ class TrainingProgress:
     def __str__(self) -> str:
         """Return one line; a dash stands for what is unknown."""
         step = "-" if self.step is None else str(self.step)
-        waiting = "-" if self.waiting is None else str(self.waiting)
+        untrained = "-" if self.untrained is None else str(self.untrained)
         mean_return = "-" if self.mean_return is None else f"{self.mean_return:+.3f}"
         idle = "-" if self.idle_share is None else f"{self.idle_share:.0%}"
-        return f"step {step}   return {mean_return}   waiting rollouts {waiting}   trainer idle {idle}"
+        return f"step {step}   return {mean_return}   untrained rollouts {untrained}   trainer idle {idle}"
 
 
 def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgress | None, hint: str = "") -> RenderableType:

@@ -179,7 +179,7 @@ def test_rollout_why_before_and_after_build(store: StoreSettings, tmp_path: Path
     skip(ledger, [Group("asked", "train", settings.builder.spec, "g")], SkipReason.EQUAL)
     ledger.close()
     skipped = (
-        "the trainer of policy policy (branch tried) skipped its group as equal. docs/reference/drops.md names the remedy; "
+        "the trainer of policy policy (branch tried) skipped its group as equal. `spangrad train skipped` names the remedy; "
         "`spangrad train restore g` brings the group back."
     )
     assert why(store, "asked-1", f"trainer.ledger_url={place}")[-1] == f"It is not trained: {skipped}"

@@ -207,7 +207,7 @@ def test_status_table_names_states_causes_and_progress() -> None:
     assert "page: migrating tables" in text
     assert "an old failure" not in text
     assert "1:01" in text
-    assert "step 7   return +0.500   waiting rollouts 3   trainer idle 25%" in text
+    assert "step 7   return +0.500   untrained rollouts 3   trainer idle 25%" in text
     assert text.endswith("the hint\n")
     assert "node" not in text
     console.print(status_table([{**rows[0], "node": "10.0.0.7"}, rows[1]], None))

@@ -162,6 +162,7 @@ def test_stale_groups_are_skipped_once_and_counted(tmp_path: Path, base: Path, c
         "3 groups are skipped (stale): c, d, e. c: all 2 calls of the policy are masked: 2 stale (trainer.sampling.max_staleness = 0)"
         in caplog.text
     )
+    assert "version 1 is trained. Raise trainer.sampling.max_staleness, or let" in caplog.text
 
 
 def test_trainer_skipped_group_is_replaced_by_next(tmp_path: Path, base: Path):

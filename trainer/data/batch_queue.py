@@ -316,7 +316,7 @@ class BatchQueue:
             groups = [group for group, skip in skips.items() if skip.reason is reason]
             names = ", ".join(group.group_id for group in groups[:_NAMED]) + (", ..." if len(groups) > _NAMED else "")
             detail = f". {groups[0].group_id}: {skips[groups[0]].detail}" if skips[groups[0]].detail else ""
-            logger.warning("%d groups are skipped (%s): %s%s", len(groups), reason, names, detail)
+            logger.warning("%d groups are skipped (%s): %s%s. %s", len(groups), reason, names, detail.removesuffix("."), reason.remedy)
         self.ready = [group for group in self.ready if group not in skips]
         self._free(skips.keys())
         if any(skip.reason in FAILURES for skip in skips.values()):

@@ -204,7 +204,7 @@ def _untrained(build: Build, record: Record, settings: Settings) -> list[str]:
     if build.skipped:
         return [
             f"the trainer of policy {policy} (branch {branch}) skipped its group as {reason}{f': {detail}' if detail else '.'} "
-            f"docs/reference/drops.md names the remedy; `spangrad train restore {build.group}` brings the group back."
+            f"`spangrad train skipped` names the remedy; `spangrad train restore {build.group}` brings the group back."
             for policy, branch, reason, detail in build.skipped
         ]
     if not build.transitions:
