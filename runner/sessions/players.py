@@ -14,7 +14,17 @@ from typing import Any
 from runner.sessions.instance import Call, Played, SessionInstance, SessionOpening
 from runner.sessions.messages import ErrorCode, SessionError
 from runner.sessions.step_spans import PlayedSpans
-from spangrad.episode.environment import Environment, StepResult, acting_of, as_text, checked_by_role, checked_turn, member, rendered
+from spangrad.episode.environment import (
+    Environment,
+    StepResult,
+    acting_of,
+    as_text,
+    checked_by_role,
+    checked_observations,
+    checked_turn,
+    member,
+    rendered,
+)
 from spangrad.episode.openenv_fields import ACTING, ACTIONS, CONTENT, FORFEIT, PLAYERS, observation_fields
 from spangrad.errors import EnvironmentsError
 
@@ -52,16 +62,14 @@ class PlayersInstance(SessionInstance):
 
     async def _action_of(self, role: str, fields: Any) -> Any:
         if not isinstance(fields, dict):
-            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: that of {role} is no object", role=role)
+            raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: that of {role} is no object. Send {{'text': ...}}", role=role)
         try:
             return await super()._action(fields)
         except SessionError as error:
             raise SessionError(error.code, str(error), role=role) from error
 
     async def _played_reset(self, task: Any, *, traced: bool) -> Played:
-        observations = await self._call(lambda: self._environment.reset(task))
-        if not isinstance(observations, Mapping) or not set(observations) <= set(self._roles):
-            raise EnvironmentsError(f"{self._name}.reset returned {type(observations).__name__}. Return what each role observes, by role.")
+        observations = checked_observations(self._name, await self._call(lambda: self._environment.reset(task)), self._roles)
         self._over = set()
         return await self._for_all({role: StepResult(observation) for role, observation in observations.items()})
 

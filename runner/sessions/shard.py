@@ -34,7 +34,7 @@ from runner.sessions.players import PlayersInstance
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.callables import load
 from spangrad.episode.adapters.references import factory_of
-from spangrad.episode.environment import Environment, is_environment, member, prompt_of
+from spangrad.episode.environment import Environment, checked_list, is_environment, member, prompt_of
 from spangrad.episode.openenv_fields import ACTIONS, FORFEIT, ROLES
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 from spangrad.errors import EnvironmentsError, SpangradError
@@ -286,8 +286,9 @@ def created(factory: Factory) -> Environment:
 
 async def description_of(environment: Environment) -> EnvironmentDescription:
     """Return the description of an environment; its own `schemas` comes before ours."""
-    roles: list[str] = list(member(environment, ROLES) or ())
-    tools: list[dict[str, Any]] = list(await call_here(lambda: member(environment, "tools")) or ())
+    name = type(environment).__name__
+    roles: list[str] = list(checked_list(f"{name}.roles", member(environment, ROLES)))
+    tools: list[dict[str, Any]] = list(checked_list(f"{name}.tools", await call_here(lambda: member(environment, "tools"))))
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     call = {
         "type": "object",
@@ -299,7 +300,7 @@ async def description_of(environment: Environment) -> EnvironmentDescription:
     by_role = {"type": "object", "properties": {ACTIONS: {"type": "object", "additionalProperties": own}, FORFEIT: {"enum": roles}}}
     schemas = {"action": by_role if roles else own, "observation": {"type": "object"}, "state": state}
     return EnvironmentDescription(
-        name=type(environment).__name__,
+        name=name,
         description=inspect.getdoc(type(environment)) or "",
         system_prompt=None if roles else await call_here(lambda: member(environment, "system_prompt")),
         roles=roles,

@@ -54,10 +54,10 @@ def _text(text: object, what: str) -> str:
 
 
 def is_finite(value: float) -> bool:
-    """Return whether a number is finite as a float: an integer or a fraction may be beyond every float."""
+    """Return whether a value is a number that is finite as a float: an integer or a fraction may be beyond every float."""
     try:
         return math.isfinite(value)
-    except OverflowError:
+    except (OverflowError, TypeError):
         return False
 
 

@@ -88,11 +88,10 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: it lacks a method.
         """
-        self._name = type(environment).__name__
+        self.name = type(environment).__name__
+        """Name of the environment's class."""
         if not is_environment(environment):
-            raise EnvironmentsError(
-                f"{self._name} is no environment: it lacks {_lacking(environment)}. Write reset(task) and step(action)."
-            )
+            raise EnvironmentsError(f"{self.name} is no environment: it lacks {_lacking(environment)}. Write reset(task) and step(action).")
         self._environment = environment
         self._thread = thread or ThreadPoolExecutor(1, "environment")
 
@@ -115,12 +114,12 @@ class EnvironmentCalls:
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """Tools as OpenAI's API has them; empty: actions are text."""
-        return member(self._environment, "tools") or ()
+        return checked_list(f"{self.name}.tools", member(self._environment, "tools"))
 
     @property
     def roles(self) -> Sequence[str]:
         """Roles of the players; empty: there is one player, without a role."""
-        return member(self._environment, "roles") or ()
+        return checked_list(f"{self.name}.roles", member(self._environment, "roles"))
 
     @property
     def system_prompt(self) -> str | None:
@@ -137,7 +136,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: they are no roles of the environment.
         """
-        return checked_turn(self._name, await self._call(acting_of(self._environment)), self.roles)
+        return checked_turn(self.name, await self._call(acting_of(self._environment)), self.roles)
 
     async def step_together(self, actions: Mapping[str, object]) -> Mapping[str, StepResult]:
         """Apply the actions of several roles at once; return the results by role.
@@ -145,7 +144,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: the environment returned anything else, or a reward that is not finite.
         """
-        return checked_by_role(f"{self._name}.step", await self._call(self._environment.step, actions), self.roles)
+        return checked_by_role(f"{self.name}.step", await self._call(self._environment.step, actions), self.roles)
 
     async def forfeit(self, role: str) -> Mapping[str, StepResult] | None:
         """Have a role forfeit; return the results by role. None: the environment has no rule for that.
@@ -154,7 +153,7 @@ class EnvironmentCalls:
             EnvironmentsError: as for `step_together`.
         """
         forfeit = getattr(self._environment, "forfeit", None)
-        return None if forfeit is None else checked_by_role(f"{self._name}.forfeit", await self._call(forfeit, role), self.roles)
+        return None if forfeit is None else checked_by_role(f"{self.name}.forfeit", await self._call(forfeit, role), self.roles)
 
     async def reset(self, task: object) -> Any:
         """Begin an episode; return the first observation."""
@@ -166,7 +165,7 @@ class EnvironmentCalls:
         Raises:
             EnvironmentsError: the environment returned no `StepResult`, or a reward that is not finite.
         """
-        return checked_result(f"{self._name}.step", await self._call(self._environment.step, action))
+        return checked_result(f"{self.name}.step", await self._call(self._environment.step, action))
 
     async def parse(self, text: str) -> Any:
         """Return the action that a reply means."""
@@ -199,21 +198,53 @@ def checked_result(method: str, result: object) -> StepResult:
         result: what it returned.
 
     Raises:
-        EnvironmentsError: it is no `StepResult`, or its reward is not finite.
+        EnvironmentsError: it is no `StepResult`, or its reward is not finite, or its end a text.
     """
     if not isinstance(result, StepResult):
         kind = type(result).__name__
         raise EnvironmentsError(f"{method} returned {kind}, not a StepResult. Return StepResult(observation, reward, done).")
     if result.reward is not None and not is_finite(result.reward):
         raise EnvironmentsError(f"{method} returned the reward {result.reward!r:.200}. Return a finite number, or None.")
+    done: object = result.done
+    if isinstance(done, str):  # "false" is true
+        raise EnvironmentsError(f"{method} returned done={done!r:.200}. Return True or False.")
     return result
 
 
 def checked_by_role(method: str, results: object, roles: Sequence[str]) -> Mapping[str, StepResult]:
     """Return what a step of several players returned, by role; arguments and errors as of `checked_result`."""
     if not isinstance(results, Mapping) or not set(cast("Mapping[str, object]", results)) <= set(roles):
-        raise EnvironmentsError(f"{method} returned {type(results).__name__}. Return a StepResult by role, of {', '.join(roles)}.")
+        raise EnvironmentsError(f"{method} returned {_form(results)}. Return a StepResult by role, of {', '.join(roles)}.")
     return {role: checked_result(method, result) for role, result in cast("Mapping[str, object]", results).items()}
+
+
+def checked_observations(name: str, observations: object, roles: Sequence[str]) -> Mapping[str, object]:
+    """Return what a reset of several players returned, by role.
+
+    Args:
+        name: name of the environment's class.
+        observations: what its method `reset` returned.
+        roles: roles of the environment.
+
+    Raises:
+        EnvironmentsError: it is not by role.
+    """
+    if not isinstance(observations, Mapping) or not set(cast("Mapping[str, object]", observations)) <= set(roles):
+        raise EnvironmentsError(
+            f"{name}.reset returned {_form(observations)}. Return what each role observes, by role, of {', '.join(roles)}."
+        )
+    return cast("Mapping[str, object]", observations)
+
+
+def checked_list(name: str, value: Any) -> Sequence[Any]:
+    """Return an optional member that is a list; empty where it is None.
+
+    Raises:
+        EnvironmentsError: it is a text, or an object by name.
+    """
+    if isinstance(value, str | Mapping):
+        raise EnvironmentsError(f"{name} is {value!r:.200}, not a list. Write {name.rpartition('.')[2]} = [...].")
+    return value or ()
 
 
 def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
@@ -227,7 +258,7 @@ def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
     Raises:
         EnvironmentsError: they are no roles of it.
     """
-    turn = (acting,) if isinstance(acting, str) else tuple(acting)
+    turn = (acting,) if isinstance(acting, str) else tuple(acting or ())
     if not turn or not set(turn) <= set(roles):
         raise EnvironmentsError(f"{name}.acting returned {acting!r}. Return one or several of {', '.join(roles)}.")
     return turn
@@ -258,10 +289,17 @@ async def prompt_of(environment: Environment, role: str, call: Callable[..., Awa
 
 
 def rendered(observation: object) -> Content:
-    """Return an observation as the content of a message: text and content parts as they are, anything else as JSON."""
+    """Return an observation as the content of a message: text and content parts as they are, anything else as JSON.
+
+    Raises:
+        EnvironmentsError: it is neither.
+    """
     if isinstance(observation, str) or _are_parts(observation):
         return observation
-    return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+    try:
+        return json.dumps(observation, ensure_ascii=False, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentsError(f"an observation is no JSON ({error}). Return text or JSON, or write render(observation).") from error
 
 
 def as_text(content: Content) -> str:
@@ -282,6 +320,12 @@ def _close_unused(created: Future[Environment]) -> None:
 def _are_parts(value: object) -> TypeGuard[list[dict[str, Any]]]:
     parts = cast("list[object]", value) if isinstance(value, list) else []
     return bool(parts) and all(isinstance(part, dict) and isinstance(cast("dict[str, Any]", part).get("type"), str) for part in parts)
+
+
+def _form(value: object) -> str:
+    """Return what a message says of a value that should be by role: its roles, or else its type."""
+    roles = cast("Mapping[object, object]", value) if isinstance(value, Mapping) else ()
+    return f"values of {', '.join(map(str, roles))}" if roles else type(value).__name__
 
 
 def _lacking(value: object) -> str:

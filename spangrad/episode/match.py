@@ -20,7 +20,7 @@ from typing import Any
 from opentelemetry import trace
 
 from spangrad import semconv
-from spangrad.episode.environment import EnvironmentCalls, StepResult, as_text
+from spangrad.episode.environment import EnvironmentCalls, StepResult, as_text, checked_observations
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, Player, PlayerEndError, ReplyModel
 from spangrad.episode.script import ScriptModel
 from spangrad.errors import EnvironmentsError
@@ -126,10 +126,8 @@ class Match:
 
     async def _begin(self, task: object) -> None:
         with self._tracer.start_as_current_span("reset") as span:
-            observations = await self._environment.reset(task)
-            if not isinstance(observations, Mapping) or not set(observations) <= set(self._players):
-                kind, roles = type(observations).__name__, ", ".join(self._players)
-                raise EnvironmentsError(f"reset returned {kind}. Return what each role observes, by role, of {roles}.")
+            roles = self._environment.roles
+            observations = checked_observations(self._environment.name, await self._environment.reset(task), roles)
             for role, player in self._players.items():
                 player.instruct(await self._environment.system_prompt_of(role))
             span.set_attribute(semconv.EPISODE_OBSERVATION, await self._observe(observations))

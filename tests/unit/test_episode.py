@@ -208,7 +208,10 @@ async def test_plain_methods_run_in_the_thread_that_created_the_object() -> None
 async def test_wrong_environments_are_refused_with_a_remedy() -> None:
     class Odd(Countdown):
         async def step(self, action: object) -> Any:
-            return StepResult("", {"nan": float("nan"), "large": 10**400}[action]) if action in ("nan", "large") else ("observation", 1.0)
+            if action == "done":
+                return StepResult("", done="false")  # pyright: ignore[reportArgumentType]
+            rewards = {"nan": float("nan"), "large": 10**400, "text": "1.0"}
+            return StepResult("", rewards[action]) if action in rewards else ("observation", 1.0)  # pyright: ignore[reportArgumentType]
 
     with pytest.raises(EnvironmentsError, match=r"^object is no environment: it lacks reset and step\. Write reset\(task\) and step"):
         EnvironmentCalls(object())  # pyright: ignore[reportArgumentType]
@@ -219,6 +222,18 @@ async def test_wrong_environments_are_refused_with_a_remedy() -> None:
         await odd.step("nan")
     with pytest.raises(EnvironmentsError, match=r"^Odd\.step returned the reward 10{199}\. Return a finite number, or None\.$"):
         await odd.step("large")
+    with pytest.raises(EnvironmentsError, match=r"^Odd\.step returned the reward '1\.0'\. Return a finite number, or None\.$"):
+        await odd.step("text")
+    with pytest.raises(EnvironmentsError, match=r"^Odd\.step returned done='false'\. Return True or False\.$"):
+        await odd.step("done")
+
+
+@pytest.mark.parametrize("name", ["roles", "tools"])
+def test_environment_whose_roles_or_tools_are_no_list_is_refused(name: str) -> None:
+    environment = Countdown()
+    setattr(environment, name, "first")
+    with pytest.raises(EnvironmentsError, match=rf"^Countdown\.{name} is 'first', not a list\. Write {name} = \[\.\.\.\]\.$"):
+        _ = getattr(EnvironmentCalls(environment), name)  # pyright: ignore[reportArgumentType]
 
 
 def test_rendered_observation_is_text_parts_or_json() -> None:
@@ -227,6 +242,8 @@ def test_rendered_observation_is_text_parts_or_json() -> None:
     assert rendered(parts) == parts
     assert rendered({"b": [1], "a": "é"}) == '{"a": "é", "b": [1]}'
     assert rendered([1, 2]) == "[1, 2]"
+    with pytest.raises(EnvironmentsError, match=r"^an observation is no JSON \(Object of type bytes .*\)\. Return .* or write render\("):
+        rendered({"image": b"x"})
 
 
 @pytest.mark.parametrize("calls", [[], None])

@@ -169,7 +169,7 @@ class Wrong(Race):
         return self._acting
 
 
-@pytest.mark.parametrize(("acting", "message"), [("red", "'red'"), ((), r"\(\)")])
+@pytest.mark.parametrize(("acting", "message"), [("red", "'red'"), ((), r"\(\)"), (None, "None")])
 async def test_match_roles_that_may_not_act_are_an_error(acting: object, message: str) -> None:
     with pytest.raises(EnvironmentsError, match=rf"Wrong\.acting returned {message}\. Return one or several of white, black"):
         await play(Wrong(acting))
@@ -197,7 +197,7 @@ async def test_match_step_that_returns_no_results_by_role_is_an_error(result: An
         await play(Odd())
 
 
-@pytest.mark.parametrize(("observations", "what"), [("begin", "str"), ({"white": "begin", "red": "begin"}, "dict")])
+@pytest.mark.parametrize(("observations", "what"), [("begin", "str"), ({"white": "begin", "red": "begin"}, "values of white, red")])
 async def test_match_reset_that_returns_no_observations_by_role_is_an_error(observations: Any, what: str) -> None:
     class Odd(Race):
         def reset(self, task: object) -> Any:

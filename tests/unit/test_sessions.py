@@ -29,6 +29,7 @@ from span_processors.export import RolloutSpanProcessor
 from spangrad import semconv
 from spangrad.episode.environment import StepResult, ToolAction, rendered
 from spangrad.episode.openenv_fields import action_fields, action_of, is_text, observation_fields, observation_of
+from spangrad.errors import EnvironmentsError
 from spangrad.settings import EnvironmentServiceSettings
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -253,6 +254,14 @@ async def test_description_of_tools_has_their_schema() -> None:
     assert (await description_of(adder)).action["required"] == ["text"]
     adder.tools = [{"type": "function"}]
     assert (await description_of(adder)).action["required"] == ["type", "tool_name", "arguments"]
+
+
+@pytest.mark.parametrize("name", ["roles", "tools"])
+async def test_description_of_roles_or_tools_that_are_a_text_is_refused(name: str) -> None:
+    adder: Any = Adder()
+    setattr(adder, name, "add")
+    with pytest.raises(EnvironmentsError, match=rf"^Adder\.{name} is 'add', not a list"):
+        await description_of(adder)
 
 
 @pytest.mark.parametrize("client_rewards", [False, True])
