@@ -9,12 +9,12 @@ from __future__ import annotations
 from aiohttp import web
 
 from gateway.proxy.http import error_response
-from spangrad.http.client_timeouts import TooSlowError, read_in_time
+from spangrad.http.client_timeouts import TooSlowError, UnreadableBodyError, read_in_time
 from spangrad.settings import GatewaySettings
 
 
 async def read_body(request: web.Request, settings: GatewaySettings) -> web.Response | None:
-    """Read the body of a request; return a refusal where it is too large or too slow."""
+    """Read the body of a request; return a refusal where it is too large, too slow or not as declared."""
     if not request.can_read_body:
         return None
     try:
@@ -26,6 +26,9 @@ async def read_body(request: web.Request, settings: GatewaySettings) -> web.Resp
         return error_response(413, sentence, "request_too_large")
     except TooSlowError as error:
         refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
-        refusal.force_close()
-        return refusal
-    return None
+    except UnreadableBodyError as error:
+        refusal = error_response(400, str(error), "invalid_request_error")
+    else:
+        return None
+    refusal.force_close()
+    return refusal

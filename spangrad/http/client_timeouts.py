@@ -55,11 +55,16 @@ async def arriving(seconds: float = BODY_SECONDS) -> AsyncGenerator[Callable[[in
         raise TooSlowError(f"only {received} bytes of the body came in time; it may take {bound}") from None
 
 
+class UnreadableBodyError(ValueError):
+    """The body of a request is not coded as its head declares."""
+
+
 async def read_in_time(request: web.Request, seconds: float = BODY_SECONDS) -> bytes:
     """Read the body of a request; aiohttp keeps it.
 
     Raises:
         TooSlowError: the body did not arrive within its time limit.
+        UnreadableBodyError: it is not coded as the head declares.
         HTTPRequestEntityTooLarge: it has more bytes than the application takes.
     """
     if request.content.is_eof():
@@ -76,6 +81,9 @@ async def read_in_time(request: web.Request, seconds: float = BODY_SECONDS) -> b
         looking = loop.call_later(pause, look)
         try:
             return await request.read()
+        except web.RequestPayloadError as error:
+            reason = " ".join(str(getattr(error.__cause__, "message", error)).split())
+            raise UnreadableBodyError(f"the body cannot be read ({reason}). Send it as its head declares it.") from error
         finally:
             looking.cancel()
 

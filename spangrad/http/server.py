@@ -281,7 +281,9 @@ def _guard(address: Address, smaller: str, busy: type[Exception], agents_read: f
 
 
 def _without_headers(record: logging.LogRecord) -> bool:
-    """Drop the details of malformed requests from a record of an HTTP server's log: they quote headers, keys included."""
+    """Drop what an HTTP server logs of malformed requests: of heads the details, which quote headers, keys included; of bodies all."""
+    if record.exc_info and isinstance(record.exc_info[1], web.RequestPayloadError):
+        return False  # the request is refused
     if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
         record.exc_info = None
     return True

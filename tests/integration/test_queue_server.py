@@ -308,6 +308,12 @@ async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
             ]
         )
         assert (await ask("POST", "/v1/rollouts", '{"rollouts": [{"input": ' + "[" * 100_000))[0] == 400
+        packed = {"Authorization": "Bearer secret", "Content-Encoding": "gzip"}
+        async with session.post("/v1/rollouts", data=b"{}", headers=packed) as answer:
+            sentence = (
+                "POST /v1/rollouts: the body cannot be read (Can not decode content-encoding: gzip). Send it as its head declares it."
+            )
+            assert (answer.status, (await answer.json())["error"]) == (400, sentence)
         async with session.get("/healthz") as answer:
             assert (answer.status, await answer.text()) == (200, "ok\n"), "supervisors have no token"
         async with session.get("/readyz", headers={"Authorization": "Bearer secret"}) as answer:

@@ -210,6 +210,13 @@ async def test_gateway_body_over_max_request_bytes_answers_413(chunked: bool) ->
         assert (await stage.chat())[0] == 200
 
 
+async def test_gateway_body_that_is_not_as_declared_answers_400() -> None:
+    async with staged() as stage:
+        reason = "the body cannot be read (Can not decode content-encoding: gzip). Send it as its head declares it."
+        assert await ask(stage, "POST", CHAT, {"Content-Encoding": "gzip"}, data=b"{}") == (400, f"invalid_request_error: {reason}")
+        assert (await stage.chat())[0] == 200
+
+
 async def said_to(stage: Stage, *pieces: bytes, until: bytes | None = None) -> bytes:
     """Send pieces of a request; return the gateway's answer up to `until`, or until it ends the connection."""
     assert stage.client._base_url
