@@ -79,16 +79,20 @@ def enqueue(
         Number of rollouts that were known.
 
     Raises:
-        ValueError: another run has a rollout with one of the ids, or one is too long.
+        ValueError: another run, or another task, has a rollout with one of the ids, or one is too long.
     """
     require_short(ids)
-    known = {row.rollout_id: row.run_id for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
-    for name, run in known.items():
-        if run != run_id:
-            raise ValueError(f"rollout {name} belongs to run {run} already. Give rollouts of run {run_id} ids of their own.")
+    known = {row.rollout_id: row for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
+    for name, row in known.items():
+        if row.run_id != run_id:
+            raise ValueError(f"rollout {name} belongs to run {row.run_id} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
     for name, new_rollout in zip(ids, rollouts, strict=True):
-        if name not in known:
+        if name in known:
+            if (task := known[name].task_id) != new_rollout.task_id:
+                remedy = "Give rollouts of other tasks another id, a request another key."
+                raise ValueError(f"rollout {name} is of task {task} already, not of {new_rollout.task_id}. {remedy}")
+        else:
             attempts = new_rollout.max_attempts or defaults.max_attempts
             new.setdefault(
                 name,
@@ -351,7 +355,9 @@ _COUNTS = (
     .where(RUNS.c.rollouts > 0)
     .order_by(RUNS.c.run_id)
 )
-_KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id).where(ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
+_KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id, ROLLOUTS.c.task_id).where(
+    ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True))
+)
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]
 _FIRST = (
