@@ -205,7 +205,7 @@ def checked_result(method: str, result: object) -> StepResult:
         raise EnvironmentsError(f"{method} returned {kind}, not a StepResult. Return StepResult(observation, reward, done).")
     if result.reward is not None and not is_finite(result.reward):
         raise EnvironmentsError(f"{method} returned the reward {result.reward!r:.200}. Return a finite number, or None.")
-    done: object = result.done
+    done = cast("object", result.done)
     if isinstance(done, str):  # "false" is true
         raise EnvironmentsError(f"{method} returned done={done!r:.200}. Return True or False.")
     return result
