@@ -303,7 +303,9 @@ class Link:
 
 
 @pytest.mark.parametrize("status", [None, 503])
-def test_openenv_server_without_load_at_first_is_asked_again(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openenv_server_without_load_at_first_is_asked_again(
+    status: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     away = EnvironmentsError("away")
     away.http_status = status
     loads: list[Any] = [away, {"sessions": 0, "capacity": 1}]
@@ -317,7 +319,17 @@ def test_openenv_server_without_load_at_first_is_asked_again(status: int | None,
     monkeypatch.setattr(openenv_server, "ask", ask)
     monkeypatch.setattr(openenv_server, "WebSocket", Link)
     server = openenv_server.OpenEnvServer(["http://127.0.0.1:1"])
-    assert (server.system_prompt, loads) == ("ours", [])
+    assert (server.system_prompt, loads, caplog.messages) == ("ours", [], []), "a short outage is not logged"
+
+
+def test_openenv_server_that_stays_away_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(openenv_server, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(openenv_server, "_LOGGED_SECONDS", 0.1)
+    with pytest.raises(EnvironmentsError, match="does not answer"):
+        openenv_server.OpenEnvServer(["http://127.0.0.1:1"], wait_seconds=0.3)
+    (message,) = caplog.messages
+    assert message.startswith("the environment at http://127.0.0.1:1 does not answer (")
+    assert "Start it, or fix the URL. Trying again for 0." in message
 
 
 def test_openenv_server_that_refuses_the_token_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ a role, `?session_id=GAME&role=ROLE`: the environment is then that player's, and
 from __future__ import annotations
 
 import json
+import logging
 import math
 import random
 import time
@@ -37,8 +38,11 @@ _STEP_SECONDS = 600.0
 """Longest wait for the message of a server that is not ours, in seconds; ours ends each request in its own time, and sends pings."""
 _RETURN_SECONDS = 20.0
 """Time for which a lost connection to a session of ours is tried again, in seconds; shorter than the session waits for its user."""
+_LOGGED_SECONDS = 3.0
+"""Time for which no server gives a session after which that is logged: a short outage is a restart, and is not."""
 _PAUSES = (0.1, 1.0)
 """Shortest and longest pause between two tries, in seconds."""
+log = logging.getLogger(__name__)
 _RAISED, _NO_ACTION = "EXECUTION_ERROR", "VALIDATION_ERROR"
 _BUSY, _FATAL = "CAPACITY_REACHED", ("FACTORY_ERROR", "SESSION_ERROR")
 
@@ -212,6 +216,7 @@ class OpenEnvServer:
 
     def _open(self, end: float) -> str:
         """Open a session; return the server's URL."""
+        logged_at: float | None = time.monotonic() + _LOGGED_SECONDS
         while True:
             loads = {url: self._load(url) for url in self._urls}
             url = choose(loads)
@@ -233,8 +238,12 @@ class OpenEnvServer:
             if code not in (_BUSY, *_FATAL) and not (code and self.seat):
                 note_open(url, 1)
                 return url
-            if code != _BUSY or time.monotonic() > end:
+            now = time.monotonic()
+            if code != _BUSY or now > end:
                 raise refused
+            if logged_at is not None and now > logged_at:
+                logged_at = None
+                log.warning("%s Trying again for %.1f s.", refused, end - now)
             time.sleep(random.uniform(*_PAUSES))
 
     def _connect(self, url: str) -> WebSocket:
