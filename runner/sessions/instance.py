@@ -6,6 +6,7 @@ request with its number, or its name, gets the response of before, also where it
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,6 +28,7 @@ Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method; the result is waited for where it is awaitable."""
 _ERROR_LENGTH = 2000
 """Largest number of characters of an exception in a response."""
+log = logging.getLogger(__name__)
 
 
 class SessionOpening(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,8 +221,9 @@ class SessionInstance:
 
 
 def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:
-    """Return what the client is told of an exception of the environment, and end its span."""
+    """Return what the client is told of an exception of the environment, log where it was raised, and end its span."""
     sentence = failure_text(error)
+    log.warning("the environment failed: %s", sentence, exc_info=error)
     if span is not None:
         span.end(None, "", sentence)
     return SessionError(ErrorCode.EXECUTION_ERROR, sentence)

@@ -155,7 +155,10 @@ class SessionRoutes:
     async def step(self, request: web.Request) -> web.Response:
         """Apply an action in the episode that is named."""
         data = _object(await body(request))
-        message = {"type": "step", "data": data.get("action"), **{name: data[name] for name in ("step", "request_id") if name in data}}
+        if not isinstance(action := data.get("action"), dict):
+            sentence = f"the action {action!r:.200} is no object. Send {{'text': ...}}"
+            return _http_response(SessionError(ErrorCode.VALIDATION_ERROR, sentence).encode())
+        message = {"type": "step", "data": action, **{name: data[name] for name in ("step", "request_id") if name in data}}
         return await self._apply(request, data.get(EPISODE_ID), message)
 
     async def state(self, request: web.Request) -> web.Response:

@@ -115,12 +115,13 @@ class UnknownEnvironment:
     async def refuse(self, request: web.Request) -> web.StreamResponse:
         """Answer with a sentence that lists the names, over HTTP or as a message of a session."""
         path = request.match_info["path"]
-        first = path.partition("/")[0]
-        known = f"This server has {', '.join(self._names)}: add /NAME to its URL"
-        if first in self._names:
-            sentence = f"environment {first} has no path /{path.partition('/')[2]} for {request.method}. See docs/guides/environments.md"
+        name, below, rest = path.partition("/")
+        if len(self._names) == 1 and not below:
+            name, rest = self._names[0], path
+        if name in self._names:
+            sentence = f"environment {name} has no path /{rest} for {request.method}. See docs/guides/environments.md"
         else:
-            sentence = f"/{path} names no environment. {known}"
+            sentence = f"/{path} names no environment. This server has {', '.join(self._names)}: add /NAME to its URL"
         if request.headers.get("Upgrade", "").lower() != "websocket":
             return json_response({"error": sentence}, 404)
         connection = web.WebSocketResponse(timeout=1.0)

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import inspect
+import logging
 import os
 import signal
 import socket
@@ -40,6 +41,7 @@ from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
 
+log = logging.getLogger(__name__)
 Factory = Callable[[], Environment]
 _CANCEL_SECONDS = 0.5
 """Time that a request under way has to end when its session ends, in seconds; then it is cancelled, where it is async."""
@@ -197,6 +199,7 @@ class SessionShard(asyncio.Protocol):
             except USER_ERRORS as error:
                 name = getattr(self._factory, "__name__", str(self._factory))
                 sentence = f"no environment can be created: {failure_text(error)}"
+                log.warning("%s", sentence, exc_info=error)
                 send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.FACTORY_ERROR, sentence, factory_name=name).encode()))
                 return
             send(Frame(FrameKind.OPEN, number))
@@ -332,6 +335,7 @@ async def serve(factory: str, requests: socket.socket, responses: socket.socket)
         return
     except USER_ERRORS as error:
         sentence = f"no environment can be created: {type(error).__name__}: {error}. Fix {factory}."
+        log.warning("%s", sentence, exc_info=error)
         responses.sendall(Frame(FrameKind.BROKEN, payload=sentence.encode()).encode())
         return
     gc.freeze()  # what is imported is never garbage: collections need not scan it

@@ -58,6 +58,16 @@ async def test_env_serve_step_that_raises_anything_ends_no_other_session(environ
             assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
 
 
+@pytest.mark.parametrize(("environment", "kind"), [("RefusesTasks", "reset"), ("PlainPanics", "step")])
+async def test_env_serve_log_says_where_an_environment_failed(environment: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async with served(environment) as client, client.ws_connect("/ws") as connection:
+        await ask(connection, "reset")
+        await ask(connection, "step", {"text": "raise"})
+    errors = capfd.readouterr().err
+    assert "the environment failed: " in errors
+    assert 'raising_games.py", line' in errors.partition(f"in {kind}\n")[0]
+
+
 async def test_env_serve_task_of_environment_that_exits_ends_no_session(capfd: pytest.CaptureFixture[str]) -> None:
     async with served("AsyncExitsInTask") as client, client.ws_connect("/ws") as first, client.ws_connect("/ws") as second:
         for connection in (first, second):
@@ -77,6 +87,16 @@ async def test_env_serve_creation_that_raises_anything_ends_no_other_session(env
             error = (await second.receive_json(timeout=40))["data"]
             assert (error["code"], error["message"]) == ("FACTORY_ERROR", "no environment can be created: RuntimeError: Panic: broken")
         assert (await ask(first, "step", {"text": "on"}))["observation"] == {"text": "on"}
+
+
+async def test_env_serve_request_over_http_that_is_none_is_refused_with_a_remedy() -> None:
+    async with served("PlainPanics") as client:
+        async with client.post("/step", json={"episode_id": "e", "action": "on"}) as response:
+            sentence = "the action 'on' is no object. Send {'text': ...}"
+            assert (response.status, (await response.json())["error"]) == (422, sentence)
+        async with client.get("/step") as response:
+            sentence = "environment game has no path /step for GET. See docs/guides/environments.md"
+            assert (response.status, (await response.json())["error"]) == (404, sentence)
 
 
 async def test_env_serve_reset_over_http_that_fails_without_a_name_leaves_no_session() -> None:

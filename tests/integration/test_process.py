@@ -297,19 +297,13 @@ async def test_process_refuses_data_sources_without_a_handler(settings: Settings
 
 async def test_process_refuses_a_key_of_other_tasks(settings: Settings) -> None:
     request = of_run()
+    first, *others = request["tasks"]
     async with serving(settings) as (client, _):
         assert (await process(settings, request))[0] == 200
         enqueued = await client.runs()
-        first = request["tasks"][0]["task_id"]
-        status, refused = await process(
-            settings, {**request, "tasks": [{**request["tasks"][0], "task_id": "other"}, *request["tasks"][1:]]}
-        )
-        name = f"{request['run_id']}/{request['key']}/0/0"
-        sentence = (
-            f"rollout {name} is of task {first} already, not of other. Give rollouts of other tasks another id, a request another key."
-        )
-        assert (status, refused["error"]) == (400, f"POST /v1/process: {sentence}")
-        assert await client.runs() == enqueued
+        status, refused = await process(settings, {**request, "tasks": [{**first, "task_id": "other"}, *others]})
+        words = f"/v1/process: rollout {request['run_id']}/{request['key']}/0/0 is of task {first['task_id']} already, not of other. Give"
+        assert (status, words in refused["error"], await client.runs()) == (400, True, enqueued)
 
 
 async def test_process_refuses_ids_of_another_run(settings: Settings) -> None:
