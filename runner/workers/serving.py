@@ -52,7 +52,11 @@ async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: a
 
     async def queue() -> QueueClient:
         client = QueueClient.of(settings.queue, retry_seconds=_QUEUE_RETRY_SECONDS)
-        await client.run(settings.runner.run_id)
+        try:
+            await client.run(settings.runner.run_id)
+        except BaseException:
+            await client.close()
+            raise
         return client
 
     async with AsyncExitStack() as stack:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from commands.training import worker
 from runner.queue.client import QueueClient
@@ -16,7 +17,7 @@ from runner.queue.wire import RolloutSelector
 from runner.workers import serving as runner_serving
 from runner.workers.agents import CallableAgent
 from runner.workers.serving import LostAttemptCloser
-from spangrad.errors import GatewayError, StoreError
+from spangrad.errors import GatewayError, QueueError, StoreError
 from spangrad.http import service
 from spangrad.settings import QueueSettings, RunnerSettings, Settings
 from tests.support.runners import is_true, new_rollouts, queue_settings, runner_services, serving, until, until_ended, with_mood
@@ -73,6 +74,23 @@ async def test_worker_without_queue_warns_and_ends_on_signal(tmp_path: Path, mon
     (sentence,) = sentences
     assert sentence.startswith("the queue at http://127.0.0.1:9 does not answer (")
     assert "Start it with `spangrad queue`, or set queue.url. Trying again for 5" in sentence
+
+
+async def test_worker_whose_token_the_queue_refuses_leaves_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def open_handlers(settings: Settings, agent: Any, stack: Any, queue: Callable[[], Any]) -> Any:
+        return await queue()
+
+    monkeypatch.setattr(runner_serving, "open_handlers", open_handlers)
+    opened, of = list[QueueClient](), QueueClient.of
+    monkeypatch.setattr(QueueClient, "of", lambda *given, **more: opened.append(of(*given, **more)) or opened[-1])
+    settings = queue_settings(f"sqlite:///{tmp_path}/q.db", queue__token=SecretStr("secret"))
+    async with serving(settings) as (client, _):
+        wrong = QueueSettings(url=client.url, token=SecretStr("wrong"))
+        with pytest.raises(QueueError, match=r"\(401\): this queue asks for its token"):
+            await runner_serving.serve(Settings(queue=wrong), CallableAgent("mine:agent"), asyncio.Event(), lambda: None)
+        session = opened[-1]._client._session
+        assert session is not None
+        assert session.closed
 
 
 async def test_lost_attempt_closer_waits_for_gateway_and_closes_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
