@@ -166,7 +166,8 @@ class AttemptFailure(StrEnum):
     EVALUATION = "evaluation"
     """The evaluator raised, exceeded its time limit or gave no finite numbers; or the reward service gave no readable response."""
     ENVIRONMENT = "environment"
-    """The environment was not ready in time, was lost while the agent used it, or could not be closed; or a prompt was not given."""
+    """The environment was not ready in time, was lost while the agent used it, or could not be closed; a prompt was not given; or the
+    players of the settings are not those of the environment."""
     SANDBOX = "sandbox"
     """The attempt's sandbox could not be set up, or its worker's are weaker than the task demands."""
     UNCOUNTED = "uncounted"

@@ -164,9 +164,14 @@ def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
     from runner.workers.attempt_files import AttemptFiles
 
     log = AttemptFiles(runner.directory, runner.attempts_kept).tail(outcome.key.rollout_id, outcome.key.attempt)
-    lines = [line.strip() for text in (outcome.detail, log) for line in text.splitlines()]
-    nonempty = [line for line in lines if line]
-    return ": ".join(line[:_LINE] for line in dict.fromkeys((*nonempty[:1], *nonempty[-1:])))
+    return first_and_last_line(f"{outcome.detail}\n{log}")
+
+
+def first_and_last_line(text: str) -> str:
+    """Return the first and the last line of a text that are not empty; a last one that says the same, with more before it, is left out."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    first, last = lines[0], lines[-1]
+    return first[:_LINE] if last.endswith(first) else f"{first[:_LINE]}: {last[:_LINE]}"
 
 
 def _mean(outcomes: Sequence[Outcome]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from spangrad.errors import EnvironmentsError, PromptError, SandboxError, SandboxRequestError
+from spangrad.errors import EnvironmentsError, PromptError, SandboxError, SandboxRequestError, SettingsError
 from spangrad.types import AttemptFailure
 
 TURN_LIMITS = frozenset(
@@ -50,7 +50,7 @@ def failure_of(error: BaseException) -> AttemptFailure:
         max_turns, context_overflow, environment, sandbox, or exception where nothing is recognised.
     """
     for link in _chain(error):
-        if isinstance(link, EnvironmentsError | PromptError):
+        if isinstance(link, EnvironmentsError | PromptError | SettingsError):
             return AttemptFailure.ENVIRONMENT
         if isinstance(link, SandboxError) and not isinstance(link, SandboxRequestError):
             return AttemptFailure.SANDBOX

@@ -12,6 +12,7 @@ import pytest
 
 from commands.services.up import up
 from commands.training.agents import AgentOptions, agent_spec, agents_of, require_loadable
+from commands.training.run import first_and_last_line
 from runner.workers.agents import AgentSpec, CallableAgent, CommandAgent, ContainerAgent
 from spangrad.cli import app
 from spangrad.errors import AgentError
@@ -170,3 +171,17 @@ def test_up_with_unknown_option_of_the_agent_exits_2(words: tuple[str, ...], cap
         up(*words, set_=["engine.model=m", "queue.url=http://127.0.0.1:8190"])
     assert raised.value.code == 2
     assert "Unknown option: --agnet. Did you mean --agent?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", ""),
+        ("ValueError: no", "ValueError: no"),
+        ("ValueError: no\n\nTraceback ...\nValueError: no\n", "ValueError: no"),
+        ("SettingsError: no\nTraceback ...\nspangrad.errors.SettingsError: no", "SettingsError: no"),
+        ("exit code 3\nloading\nno such file\n", "exit code 3: no such file"),
+    ],
+)
+def test_first_and_last_line_of_a_failure_says_nothing_twice(text: str, line: str) -> None:
+    assert first_and_last_line(text) == line

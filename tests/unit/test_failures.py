@@ -10,7 +10,7 @@ from langgraph.errors import GraphRecursionError
 
 import spangrad
 from spangrad.agent.failures import failure_of
-from spangrad.errors import PromptError, SandboxError, SandboxRequestError
+from spangrad.errors import PromptError, SandboxError, SandboxRequestError, SettingsError
 from spangrad.types import AttemptFailure
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 65 input tokens."
@@ -47,6 +47,7 @@ def hidden(error: Exception, before: Exception) -> Exception:
         (RecursionError("maximum recursion depth exceeded"), "exception"),
         (spangrad.MaxTurnsError("5 turns"), "max_turns"),
         (PromptError("the queue's server does not answer"), "environment"),
+        (SettingsError("runner.episode.players has 'white', and the environment's roles are first, second"), "environment"),
         (SandboxError("no sandbox can be started here"), "sandbox"),
         (SandboxRequestError("the sandbox has ended"), "exception"),
         (MaxTurnsExceeded("Max turns (3) exceeded"), "max_turns"),
