@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from spangrad.episode.environment import is_environment
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.errors import EnvironmentsError
 
@@ -50,7 +51,8 @@ class Instance:
         is_async = inspect.iscoroutinefunction(factory)
         self._object = await (self._call(factory) if is_async else self._call(self._created, factory))
         if not callable(getattr(self._object, "begin", None)):
-            raise EnvironmentsError(f"the factory gave {type(self._object).__name__}, which has no method begin(input). Write one.")
+            remedy = "Serve it with `spangrad env serve`." if is_environment(self._object) else "Write one."
+            raise EnvironmentsError(f"the factory gave {type(self._object).__name__}, which has no method begin(input). {remedy}")
 
     async def begin(self, given: object) -> Any:
         """Prepare the object for a task; return what is passed to the agent.

@@ -251,6 +251,7 @@ class InstancePool:
             environment = await instance.begin(request.message.input)
         except USER_ERRORS as error:
             self.counts["unbegun"] += 1
+            log.warning("environment %s cannot begin: %s: %s", instance.name, type(error).__name__, error, exc_info=error)
             self._requests.pop(name, None)
             if not request.answer.done():
                 request.answer.set_exception(

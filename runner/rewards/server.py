@@ -102,7 +102,9 @@ class EvaluatorRoutes:
             with plain_exceptions():
                 return json_response(rewards_from(await self._judge(judged)))
         except USER_ERRORS as error:  # caught in this task: an exit that ends a task ends the event loop, too
-            return json_response({"error": storable(f"{type(error).__name__}: {error}"[:1000])}, 500)
+            sentence = storable(f"{type(error).__name__}: {error}"[:1000])
+            log.warning("the evaluator failed on rollout %s: %s", judged.rollout_id, sentence, exc_info=error)
+            return json_response({"error": sentence}, 500)
 
     async def _judge(self, judged: EvaluationRequest) -> Any:
         keywords = dict.fromkeys(self._takes_environment, judged.environment)

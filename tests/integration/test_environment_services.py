@@ -114,12 +114,14 @@ def ends(given: object, output: object) -> float:
     return next(iter([]))
 
 
-async def test_rewards_service_answers_evaluator_that_raises_stop_iteration() -> None:
+async def test_rewards_service_answers_and_logs_evaluator_that_raises(caplog: pytest.LogCaptureFixture) -> None:
     (port,) = free_ports(1)
     async with running(Settings(rewards=RewardServiceSettings(port=port)), ends) as url, aiohttp.ClientSession() as client:
         judged = {"rollout_id": "r", "attempt": 0, "task_id": "t"}
         async with client.post(url, json=judged, timeout=aiohttp.ClientTimeout(60)) as answer:
             assert (answer.status, await answer.json()) == (500, {"error": "RuntimeError: ends raised StopIteration"})
+    assert "the evaluator failed on rollout r: RuntimeError: ends raised StopIteration\n" in caplog.text
+    assert "in ends\n" in caplog.text, "the log says where"
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"{", b"\xff"])

@@ -22,6 +22,7 @@ from runner.environments.client import EnvironmentClient, NoInstanceError
 from runner.environments.instance import Instance, UnhealthyError
 from runner.environments.pool import InstancePool, PreparationError
 from runner.environments.wire import InstanceRequest, InstanceState, Leased
+from spangrad.episode.environment import StepResult
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.settings import EnvironmentServiceSettings
 from tests.support.runners import environment_service_settings, until
@@ -452,12 +453,14 @@ class Faulty(Plain):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_instance_pool_begin_that_exits_or_cancels_names_the_cause(fault: str) -> None:
+async def test_instance_pool_begin_that_exits_or_cancels_names_the_cause(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     pool = InstancePool(Faulty, 1, lease_seconds=30, seconds=5)
     await pool.start()
     try:
         with pytest.raises(PreparationError, match=f"^instance 0.0: {FAULTS[fault][1]}$"):
             await pool.lease(InstanceRequest(lease="a", rollout_id="r", attempt=0, input=fault))
+        assert re.search(rf"environment 0\.0 cannot begin: {FAULTS[fault][1]}", caplog.text)
+        assert "in begin\n" in caplog.text, "the log says where"
         leased = await pool.lease(InstanceRequest(lease="b", rollout_id="r", attempt=1, input=1, wait_seconds=20))
         assert (leased.instance, leased.environment["seen"]) == ("0.0", [1])
     finally:
@@ -495,10 +498,21 @@ class NoBegin:
     pass
 
 
+class Steps(NoBegin):
+    """An environment of episodes, which another command serves."""
+
+    def reset(self, task: object) -> str:
+        return ""
+
+    def step(self, action: object) -> StepResult:
+        return StepResult("")
+
+
 async def test_environments_service_with_invalid_factory_raises_at_start() -> None:
-    with pytest.raises(EnvironmentsError, match=r"the factory gave NoBegin, which has no method begin\(input\)"):
-        async with service_of(NoBegin):
-            pass
+    for kind, remedy in ((NoBegin, "Write one"), (Steps, "Serve it with `spangrad env serve`")):
+        with pytest.raises(EnvironmentsError, match=rf"the factory gave {kind.__name__}, which has no method begin\(input\)\. {remedy}\.$"):
+            async with service_of(kind):
+                pass
     with pytest.raises(EnvironmentsError, match="no environment can be made: ZeroDivisionError"):
         async with service_of(lambda: 1 // 0):
             pass
