@@ -195,16 +195,16 @@ class Reading:
             request: condition for requests for a response, which are suspects unless they are something else.
         """
         flags = {f"={name}": getattr(self, name).fill_null(False) for name in _FLAGS}
-        texts = {f"={name}": getattr(self, name) for name in _TEXTS}
+        others = {f"={name}": getattr(self, name) for name in _OTHERS}
         # A column of the frame first: a row a span, however many of the others are literals.
-        read = frame.select("SpanName", "StatusCode", **flags, **texts, **{"=request": request})
+        read = frame.select("SpanName", "StatusCode", **flags, **others, **{"=request": request})
         return read.with_columns(_SUSPECT.alias("=suspect")).with_columns(_CALLED.alias("=called")).select(**_DESCRIBED)
 
 
 _FLAGS = ("call", "client", "engine", "tool", "chain", "suspect")
-_TEXTS = tuple(field.name for field in fields(Reading) if field.name not in _FLAGS)
-
-
+"""Fields of a reading of which null counts as False."""
+_OTHERS = tuple(field.name for field in fields(Reading) if field.name not in _FLAGS)
+# Over the columns of a reading, `=` and the field's name: made once, since making an expression costs more than a small batch's values.
 _SUSPECT = (pl.col("=suspect") | (pl.col("=request") & ~pl.any_horizontal("=tool", "=chain", "=engine"))) & ~pl.col("=call")
 _CALLED = pl.any_horizontal("=call", "=engine", "=suspect")
 _RESULT = pl.when("=tool").then("=result")
