@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database_module, "_SILENT_SECONDS", 1.0)
 
 
+@contextmanager
+def frozen(server: Postgres) -> Generator[None]:
+    """Stop all processes of a server for the length of the block: connections stay open, the kernel accepts new ones, nothing answers."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    stopped: list[int] = []
+    try:
+        for pid in (server.pid, *map(int, children)):
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+        yield
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+
 def opened(url: str) -> Database:
     tables = sa.MetaData()
     sa.Table("goods", tables, sa.Column("id", sa.Integer, primary_key=True))
@@ -64,7 +80,7 @@ def test_database_whose_server_stops_within_transaction_fails_and_recovers(serve
         def sell() -> None:
             with database.transaction() as transaction:
                 transaction.execute(sa.text("INSERT INTO goods VALUES (1)"))
-                with server.frozen():
+                with frozen(server):
                     transaction.execute(sa.text("INSERT INTO goods VALUES (2)"))
 
         with pytest.raises(SpangradError, match=message):
@@ -115,7 +131,7 @@ async def test_queue_whose_postgresql_stops_answers_503_and_recovers(server: Pos
     async with serving(queue_settings(server.schema(f"t{uuid.uuid4().hex}")), retry_seconds=0) as (client, service):
         await client.enqueue("run", new_rollouts(2))
         (lease,) = await client.lease("run", "worker")
-        with server.frozen():
+        with frozen(server):
             async with asyncio.timeout(20):
                 with pytest.raises(QueueError, match=r"refuses POST /v1/leases/complete \(503\): the queue's database .* failed"):
                     await client.complete([done(lease)])
@@ -126,7 +142,7 @@ async def test_queue_whose_postgresql_stops_answers_503_and_recovers(server: Pos
 
 
 @pytest.mark.usefixtures("limits")
-def test_trainer_whose_postgresql_stops_waits_and_commits_every_step(
+def test_trainer_whose_postgresql_stops_waits_for_it(
     server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = SecretStr(server.schema(f"t{uuid.uuid4().hex}"))
@@ -135,9 +151,9 @@ def test_trainer_whose_postgresql_stops_waits_and_commits_every_step(
     thaw: list[Callable[[], object]] = []
 
     def cut() -> None:
-        frozen = server.frozen()
-        frozen.__enter__()
-        thaw.append(lambda: frozen.__exit__(None, None, None))
+        freeze = frozen(server)
+        freeze.__enter__()
+        thaw.append(lambda: freeze.__exit__(None, None, None))
 
     trainer = wired(chosen, FakeSource([*"abc"]), Cutting(cut))
     outage = Outage("the ledger's database")
