@@ -142,9 +142,7 @@ async def test_queue_whose_postgresql_stops_answers_503_and_recovers(server: Pos
 
 
 @pytest.mark.usefixtures("limits")
-def test_trainer_whose_postgresql_stops_waits_for_it(
-    server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_trainer_whose_postgresql_stops_waits_for_it(server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = SecretStr(server.schema(f"t{uuid.uuid4().hex}"))
     chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", groups_per_batch=1, ledger_url=url)
     (tmp_path / "policies").mkdir()
