@@ -59,7 +59,7 @@ async def test_env_serve_step_that_raises_anything_ends_no_other_session(environ
 
 
 @pytest.mark.parametrize(("environment", "kind"), [("RefusesTasks", "reset"), ("PlainPanics", "step")])
-async def test_env_serve_log_says_where_an_environment_failed(environment: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_env_serve_log_has_the_traceback_of_an_environment(environment: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
     async with served(environment) as client, client.ws_connect("/ws") as connection:
         await ask(connection, "reset")
         await ask(connection, "step", {"text": "raise"})

@@ -183,5 +183,5 @@ def test_up_with_unknown_option_of_the_agent_exits_2(words: tuple[str, ...], cap
         ("exit code 3\nloading\nno such file\n", "exit code 3: no such file"),
     ],
 )
-def test_first_and_last_line_of_a_failure_says_nothing_twice(text: str, line: str) -> None:
+def test_first_and_last_line_of_a_failure_repeats_nothing(text: str, line: str) -> None:
     assert first_and_last_line(text) == line
