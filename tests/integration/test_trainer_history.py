@@ -221,6 +221,18 @@ def statements_of_catching_up(directory: Path, steps: int) -> list[int]:
     return counts
 
 
+def test_mirror_of_a_ledger_that_lacks_versions_of_the_store_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_after(2, tmp_path / "2", 0)
+    store: Any = WholeStore(trainer.ledger)
+    assert Mirror(store, StoreSettings(), trainer.ledger).catch_up() == 0
+    assert "which the ledger lacks" not in caplog.text
+    store._versions.append((9, "committed", "float32:1", {}))
+    assert Mirror(store, StoreSettings(), trainer.ledger).catch_up() == 0
+    trainer.close()
+    trainer.ledger.close()
+    assert "has version policy@9 on branch main, which the ledger lacks" in caplog.text
+
+
 def test_mirror_metrics_that_are_no_numbers_are_written_once(tmp_path: Path) -> None:
     trainer = trainer_after(2, tmp_path / "2", 0)
     trainer.ledger.add_metrics(2, {"validate_return": float("nan")})

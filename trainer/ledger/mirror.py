@@ -8,6 +8,7 @@ were orphaned.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from spangrad.http.service import without_userinfo
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import store_errors
 from spangrad.store.names import stored
@@ -26,6 +28,8 @@ from trainer.publish.checkpoint import TRAINED_CALLS
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
+
+logger = logging.getLogger(__name__)
 
 _VERSION_COLUMNS = (
     "Policy", "Branch", "Version", "RunId", "Mode", "Parent", "ParentBranch", "BatchId", "Checksum", "Path", "TokenizerHash", "Status",
@@ -80,6 +84,12 @@ class Mirror:
             rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
         stored = {int(number): (status, checksum, _comparable(metrics)) for number, status, checksum, metrics in rows}
+        if unknown := stored.keys() - {version.version for version in versions} if not since else set[int]():
+            logger.warning(
+                "the store at %s has version %s@%d on branch %s, which the ledger lacks: it is another one, or was deleted. Restore it, or "
+                "choose another trainer.branch: versions of one number replace each other in the store",
+                *(without_userinfo(self._url), facts.policy_version.policy, max(unknown), facts.branch),
+            )
         counts = {str(batch): int(count) for batch, count in batches}
         outdated = [
             version
