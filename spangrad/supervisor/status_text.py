@@ -63,6 +63,8 @@ def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgre
         for reason in (service["cause"], service["obstacle"])
         if reason
     ]
+    if any(service["state"] == "failed" for service in services):
+        causes.append(Text("What has failed is not started again: mend the cause, then `spangrad down` and `spangrad up`.", "red"))
     return Group(table, *causes, *([Text(f"\n{progress}")] if progress else []), *([Text(hint, "dim")] if hint else []))
 
 

@@ -141,7 +141,7 @@ def test_status_event_on_full_disk_is_lost_and_raises_nothing(tmp_path: Path, mo
     StatusScreen(tmp_path).event("starting store")
 
 
-def test_status_screen_without_terminal_says_what_starting_services_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_screen_without_terminal_names_reason_of_each_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     clock = [100.0]
     status = [
         {"name": "store", "state": "ready", "obstacle": "", "log": "store.log"},

@@ -210,5 +210,7 @@ def test_status_table_names_states_causes_and_progress() -> None:
     assert "step 7   return +0.500   untrained rollouts 3   trainer idle 25%" in text
     assert text.endswith("the hint\n")
     assert "node" not in text
-    console.print(status_table([{**rows[0], "node": "10.0.0.7"}, rows[1]], None))
+    assert "is not started again" not in text
+    console.print(status_table([{**rows[0], "node": "10.0.0.7"}, {**row, "name": "run", "state": "failed"}], None))
+    assert "is not started again: mend the cause, then `spangrad down`" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "10.0.0.7" in console.file.getvalue()  # type: ignore[attr-defined]
