@@ -151,7 +151,7 @@ def spangrad(settings: Settings, *arguments: str) -> str:
 
 @pytest.mark.parametrize("chosen", ["Version = 100", "RolloutId = 'rollout-09900'", "TraceId = 'trace-9900' AND SpanId = 'span-9900'"])
 def test_lineage_table_reads_as_many_rows_as_its_answer_needs(store: StoreSettings, chosen: str) -> None:
-    """Of 20,000 rollouts, 100 a version, an answer reads some granules of calls, and all versions."""
+    """An answer about some of 20,000 rollouts, 100 a version, reads some granules of calls, and all versions."""
     policy = f"reads-{uuid.uuid4().hex[:8]}"
     names = "RunId, BuildSpec, GroupId, RolloutId"
     rollout = f"'{policy}', 's', toString(intDiv(number, 10)), concat('rollout-', leftPad(toString(number), 5, '0'))"
