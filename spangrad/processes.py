@@ -300,15 +300,6 @@ def free_ports(count: int) -> list[int]:
     raise SpangradError(f"there are no {count} free ports on 127.0.0.1 between {_SERVER_PORTS.start} and {_SERVER_PORTS.stop}.")
 
 
-def is_free(host: str, port: int) -> bool:
-    """Return whether no process listens on a port."""
-    try:
-        require_free_port(host, port, "the port")
-    except SpangradError:
-        return False
-    return True
-
-
 def require_free_port(host: str, port: int, setting: str) -> None:
     """Raise with a remedy when another process listens already.
 

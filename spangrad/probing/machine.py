@@ -11,7 +11,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from spangrad.processes import free_ports, is_free
+from spangrad.errors import SpangradError
+from spangrad.processes import free_ports, require_free_port
 
 _SECONDS = 20
 VLLM_PYTHON = Path(".venv-vllm/bin/python")
@@ -71,6 +72,15 @@ def available_memory() -> int:
 def choose_ports(preferred: tuple[int, ...]) -> tuple[int, ...]:
     """Return a free port for each preferred one: itself, unless a process listens on it."""
     return tuple(port if is_free("127.0.0.1", port) else free_ports(1)[0] for port in preferred)
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return whether no process listens on a port."""
+    try:
+        require_free_port(host, port, "the port")
+    except SpangradError:
+        return False
+    return True
 
 
 def _file_cache() -> int:
