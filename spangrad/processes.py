@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
@@ -180,7 +181,7 @@ def dying_with_parent(
             select() fail with descriptors above 1023, so only a process that knows of it may have a higher limit.
 
     Raises:
-        OSError: there is no such program, or it may not be run; on Linux, also where util-linux's setpriv is missing.
+        OSError: there is no such program or interpreter of it, or it may not be run; on Linux, also without util-linux's setpriv.
     """
     name, *arguments = command
     place = str((directory / name).absolute()) if os.sep in name else name
@@ -188,6 +189,10 @@ def dying_with_parent(
     if path is None:
         code = errno.EACCES if os.sep in name and Path(place).exists() else errno.ENOENT
         raise OSError(code, os.strerror(code), name)
+    with suppress(PermissionError), Path(path).open("rb") as file:  # what may not be read may yet be run
+        first = file.readline(256)  # as far as Linux reads it
+        if first.startswith(b"#!") and (words := first[2:].split()) and not os.access(words[0], os.X_OK):
+            raise FileNotFoundError(errno.ENOENT, f"its interpreter {os.fsdecode(words[0])} cannot be run", name)
     limit = str(_inherited_files or "") if inherits_limit else ""
     script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, str(Path(path).absolute()), *arguments]
     if sys.platform != "linux":

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,24 @@ def pytest_collection_finish() -> None:
     """Collect garbage from here on, except among what is imported and collected by now."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable(config: pytest.Config, report: object) -> Generator[None, Any, Any]:
+    """Escape half surrogate pairs in what a test has printed or logged: a worker that cannot send a report ends, with all of its tests."""
+    return _escaped((yield))
+
+
+def _escaped(data: Any) -> Any:
+    match data:
+        case str():
+            return data.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_escaped(key): _escaped(value) for key, value in data.items()}
+        case list() | tuple():
+            return type(data)(_escaped(value) for value in data)
+        case _:
+            return data
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -220,7 +220,10 @@ def test_program_is_looked_up_where_popen_does(tmp_path: Path) -> None:
 
 def test_program_that_cannot_be_started_raises_as_popen_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").write_text("")
-    for name, number in (("unknown", errno.ENOENT), ("./unknown", errno.ENOENT), ("./data", errno.EACCES), ("data", errno.ENOENT)):
+    (tmp_path / "stale").write_text("#! /nowhere/python -u\n")
+    (tmp_path / "stale").chmod(0o755)
+    missing = ("unknown", "./unknown", "data", "./stale")
+    for name, number in (*((name, errno.ENOENT) for name in missing), ("./data", errno.EACCES)):
         with pytest.raises(OSError, match=name) as raised:
             dying_with_parent([name], directory=tmp_path)
         assert (raised.value.errno, raised.value.filename) == (number, name)
