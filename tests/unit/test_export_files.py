@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,18 @@ def test_made_whole_with_force_replaces_nothing_else(tmp_path: Path, monkeypatch
     with pytest.raises(BuilderError, match=r"file is no directory, as this format writes\."):
         write_to(file, directory=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_made_whole_with_remains_of_killed_export_raises_and_removes_them(tmp_path: Path) -> None:
+    """A container gives each of its exports the same process id."""
+    remains = tmp_path / f".out.{os.getpid()}.part" / "data" / "train-00007.parquet"
+    remains.parent.mkdir(parents=True)
+    remains.touch()
+    with pytest.raises(BuilderError, match="out cannot be written"), made_whole(tmp_path / "out", force=False, directory=True):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with made_whole(tmp_path / "out", force=False, directory=True) as path:
+        assert list(path.iterdir()) == []
 
 
 def test_made_whole_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
     try:
         make_private(out.parent)
         if directory:
-            make_private(temporary)
+            temporary.mkdir(mode=0o700)  # not what another process, or one that was killed, left there
         yield temporary
         _refuse(out, force=force, directory=directory)
         if out.is_dir():
