@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
@@ -263,6 +264,25 @@ def test_export_leaves_out_rollouts_whose_names_are_not_utf8(store: StoreSetting
             ("a\ufffd", "a\ufffd", "weather", "a\ufffd"),
             ("planner", "t"),
         }
+
+
+def test_export_finds_transitions_by_key(store: StoreSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other specifications may have as many rows of the same run, and an export reads parts of it thousands of times."""
+    world = StoredRollouts(store, "ex-key")
+    two_turns(world, "r0", 1.0)
+    world.commit()
+    statements, frame = list[str](), ExportReader._frame
+
+    def noted(reader: ExportReader, sql: str) -> pl.DataFrame:
+        statements.append(sql)
+        return frame(reader, sql)
+
+    monkeypatch.setattr(ExportReader, "_frame", noted)
+    write(world, "parquet", tmp_path / "out")
+    (sql,) = (sql for sql in statements if "FROM spangrad_internal.transitions" in sql)
+    plan = [line.strip() for (line,) in world.client.query(f"EXPLAIN indexes = 1 {sql}").result_rows]
+    keys = plan[plan.index("PrimaryKey") :][2:8]
+    assert keys == ["RunId", "Mode", "BuildSpec", "GroupId", "RolloutId", "Revision"]
 
 
 def test_export_return_of_rollout_without_kept_calls_is_of_its_revision(store: StoreSettings, tmp_path: Path) -> None:

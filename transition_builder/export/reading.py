@@ -238,10 +238,13 @@ class ExportReader:
 
 
 def _column(name: str) -> str:
-    """Return SQL of a column of transitions or drops: a text that is not UTF-8 is read with replacements, keys as they are."""
+    """Return SQL of a column of transitions or drops: a text that is not UTF-8 is read with replacements, keys as they are.
+
+    A condition on a name means the column of the answer, and the index finds no rows by a function of a key.
+    """
     if name == "Timestamp":
         return "toUnixTimestamp64Nano(Timestamp) AS Timestamp"
     dtype = TRANSITIONS.get(name)
-    if dtype == pl.String() and name not in _KEY:
+    if dtype == pl.String() and name not in (*_KEY, "BuildSpec"):
         return f"toValidUTF8({name}) AS {name}"
     return f"arrayMap(text -> toValidUTF8(text), `{name}`) AS `{name}`" if dtype == pl.List(pl.String()) else f"`{name}`"
