@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,14 @@ def test_made_whole_with_force_replaces_files_and_exports(tmp_path: Path) -> Non
     assert file.read_text() == (link / "README.md").read_text() == f"{CARD_MARK}: second"
     assert (link.is_symlink(), [shard.name for shard in (export / "data").iterdir()]) == (True, ["second.parquet"])
     assert {path.name for path in tmp_path.iterdir()} == {"file", "export", "link"}
+
+
+def test_made_whole_with_force_keeps_mode_of_directory(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out").chmod(0o755)
+    with made_whole(tmp_path / "out", force=True, directory=True):
+        pass
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
 
 
 def test_made_whole_with_force_replaces_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

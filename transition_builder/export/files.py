@@ -45,6 +45,7 @@ def made_whole(out: Path, *, force: bool, directory: bool) -> Generator[Path]:
         yield temporary
         _refuse(out, force=force, directory=directory)
         if out.is_dir():
+            shutil.copymode(out, temporary)
             old = out.with_name(f".{out.name}.{os.getpid()}.old")
             out.rename(old)
             temporary.rename(out)
