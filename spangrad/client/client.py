@@ -115,8 +115,8 @@ class Client:
         """Run the agent on the training data, with worker processes on this machine, until that is done.
 
         Where a trainer has sent its demand for groups of the run to the queue, these are run as it requests them and as they finish.
-        Else every task is run `runner.group_size` times in each epoch; an epoch that another call has finished is not run again, one that
-        it has begun is resumed.
+        Else every task is run `runner.group_size` times in each epoch. Epochs that another call has finished are not run again; those that
+        it has enqueued and not finished are resumed, in place of new ones.
 
         Args:
             agent: a function at the top level of a file, called with a task's input, and with `endpoint=` where it has that parameter.
