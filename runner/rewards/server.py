@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import json
 import logging
+import traceback
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -103,7 +104,9 @@ class EvaluatorRoutes:
                 return json_response(rewards_from(await self._judge(judged)))
         except USER_ERRORS as error:  # caught in this task: an exit that ends a task ends the event loop, too
             sentence = storable(f"{type(error).__name__}: {error}"[:1000])
-            log.warning("the evaluator failed on rollout %s: %s", judged.rollout_id, sentence, exc_info=error)
+            # Not `exc_info`: an error may quote the output, and no log takes halves of surrogate pairs.
+            trace = "".join(traceback.format_exception(error))
+            log.warning("%s", storable(f"the evaluator failed on rollout {judged.rollout_id}: {sentence}\n{trace}"))
             return json_response({"error": sentence}, 500)
 
     async def _judge(self, judged: EvaluationRequest) -> Any:

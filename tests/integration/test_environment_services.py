@@ -153,12 +153,13 @@ def refuses(given: object, output: object) -> float:
     raise LookupError(f"no reward for {output}")
 
 
-async def test_rewards_service_error_that_quotes_half_a_surrogate_pair_is_the_detail() -> None:
+async def test_rewards_service_error_that_quotes_half_a_surrogate_pair_is_the_detail(caplog: pytest.LogCaptureFixture) -> None:
     async with running(Settings(rewards=RewardServiceSettings(port=free_ports(1)[0])), refuses) as url, RewardClient(url, None) as client:
         body = {"rollout_id": "r", "attempt": 0, "task_id": "t", "output": b"caf\xe9".decode(errors="surrogateescape")}
         outcome = await client.evaluate(body, 60)
     assert outcome.failure is AttemptFailure.EVALUATION
     assert "LookupError: no reward for caf?" in outcome.detail
+    assert b"LookupError: no reward for caf?" in caplog.text.encode()
 
 
 def exits(given: object, output: object) -> float:
