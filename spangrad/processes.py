@@ -387,13 +387,3 @@ def lock_alone(file: int | IO[str], what: str, error: type[SpangradError]) -> bo
 def make_private(directory: Path) -> None:
     """Make a directory, closed to other users of the machine, unless it exists."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def private_pipes() -> tuple[int, int]:
-    """Return this process's input and output, moved away from users' code: its input is empty, and its output is the standard error."""
-    source, target = os.dup(0), os.dup(1)
-    empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, 0)
-    os.close(empty)
-    os.dup2(2, 1)
-    return source, target

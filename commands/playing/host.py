@@ -21,11 +21,11 @@ from pydantic import SecretStr
 
 from commands.playing.episode import Cast, context_of, factory_named, in_words, play_episode, record_spans
 from commands.playing.input_lines import read_beside_loop
+from spangrad.agent.attempt_log import private_pipes
 from spangrad.episode.agent import limits_of
 from spangrad.episode.environment import as_text
 from spangrad.episode.player import ModelReply, ReplyRequest
 from spangrad.errors import SpangradError
-from spangrad.processes import private_pipes
 from spangrad.text_sanitizer import storable
 
 TEXT_CHARACTERS = 20_000

@@ -41,7 +41,7 @@ from opentelemetry.instrumentation.auto_instrumentation import initialize
 
 from spangrad.agent.attempt import AttemptNote, with_note
 from spangrad.agent.attempt_answer import END_STAGE, AttemptReply, Stages, failed_run, handed_on, is_empty, raised
-from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs
+from spangrad.agent.attempt_log import AttemptLog, begin_log, divide_outputs, private_pipes
 from spangrad.agent.command import AgentCommand, ProgramFailure, SandboxLaunch, kill_groups
 from spangrad.agent.container import AgentContainer, Container, remove_running
 from spangrad.agent.flushing import Flusher, exit_process
@@ -52,7 +52,7 @@ from spangrad.callables import load, load_agent
 from spangrad.episode.adapters.references import factory_of
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, thread_call
 from spangrad.errors import AgentError, EnvironmentsError
-from spangrad.processes import MARK, kill_marked, private_pipes
+from spangrad.processes import MARK, kill_marked
 from spangrad.types import POLICY_FAILURES, AttemptFailure, Stage
 
 LINE_LIMIT_BYTES = 256 * 2**20
