@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -181,25 +182,35 @@ def dying_with_parent(
             select() fail with descriptors above 1023, so only a process that knows of it may have a higher limit.
 
     Raises:
-        OSError: there is no such program or interpreter of it, or it may not be run; on Linux, also without util-linux's setpriv.
+        OSError: the program, its interpreter or, on Linux, util-linux's setpriv is missing; or the program may not be run.
     """
     name, *arguments = command
+    variables = os.environ if environment is None else environment
     place = str((directory / name).absolute()) if os.sep in name else name
-    path = shutil.which(place, path=(os.environ if environment is None else environment).get("PATH"))
+    folders = variables.get("PATH", os.defpath).split(os.pathsep)
+    path = shutil.which(place, path=os.pathsep.join(str((directory / folder).absolute()) for folder in folders))
     if path is None:
         code = errno.EACCES if os.sep in name and Path(place).exists() else errno.ENOENT
         raise OSError(code, os.strerror(code), name)
-    with suppress(PermissionError), Path(path).open("rb") as file:  # what may not be read may yet be run
-        first = file.readline(256)  # as far as Linux reads it
-        if first.startswith(b"#!") and (words := first[2:].split()) and not os.access(words[0], os.X_OK):
-            raise FileNotFoundError(errno.ENOENT, f"its interpreter {os.fsdecode(words[0])} cannot be run", name)
+    if (interpreter := _interpreter(path)) and not os.access(directory / interpreter, os.X_OK):
+        raise FileNotFoundError(errno.ENOENT, f"its interpreter {interpreter!r} cannot be run", name)
     limit = str(_inherited_files or "") if inherits_limit else ""
-    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, str(Path(path).absolute()), *arguments]
+    # Some shells drop variables whose names they cannot use, such as those with a dot, or functions that bash exports.
+    dropped = [f"{key}={value}" for key, value in variables.items() if not (key.isascii() and key.isidentifier())]
+    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, *(["/usr/bin/env", *dropped] if dropped else []), path, *arguments]
     if sys.platform != "linux":
         return script
     if (setpriv := shutil.which("setpriv")) is None:
         raise FileNotFoundError(errno.ENOENT, "programs are started by setpriv, which is missing. Install util-linux", "setpriv")
     return [setpriv, "--pdeathsig", "TERM", "--", *script]
+
+
+def _interpreter(program: str) -> str:
+    """Return the interpreter that a program's first line names; empty: it names none, or cannot be read."""
+    with suppress(OSError), Path(program).open("rb") as file:
+        if first := re.match(rb"#![ \t]*([^ \t\n]+)", file.readline(256)):
+            return os.fsdecode(first[1])
+    return ""
 
 
 MARK = "SPANGRAD_HOST"

@@ -213,9 +213,27 @@ def test_program_is_looked_up_where_popen_does(tmp_path: Path) -> None:
         dying_with_parent(["program", "an argument", "-n"], environment),
         dying_with_parent(["./program", "an argument", "-n"], environment, program.parent),
         dying_with_parent(["folder/program", "an argument", "-n"], environment, tmp_path),
+        dying_with_parent(["program", "an argument", "-n"], {"PATH": "nowhere:folder"}, tmp_path),
         dying_with_parent([str(program), "an argument", "-n"], environment, Path("/nowhere")),
     ):
         assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == f"{program} 2\n".encode()
+
+
+def test_program_without_path_variable_is_looked_up_in_system_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("program", "true"):
+        (tmp_path / name).write_text("#!/bin/sh\nexit 3")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert subprocess.run(dying_with_parent(["true"], {}), env={}, check=False).returncode == 0
+    with pytest.raises(FileNotFoundError, match="program"):
+        dying_with_parent(["program"], {})
+
+
+def test_program_has_variables_of_any_name() -> None:
+    environment = {"a.b": "1", "c-d": "two words", "BASH_FUNC_f%%": "() { :; }", "é": "", "plain": "=", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-c", "import json, os; print(json.dumps(dict(os.environ)))"]
+    shown = subprocess.run(dying_with_parent(command, environment), env=environment, capture_output=True, check=True).stdout
+    assert environment.items() <= json.loads(shown).items()
 
 
 def test_program_that_cannot_be_started_raises_as_popen_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +245,14 @@ def test_program_that_cannot_be_started_raises_as_popen_does(tmp_path: Path, mon
         with pytest.raises(OSError, match=name) as raised:
             dying_with_parent([name], directory=tmp_path)
         assert (raised.value.errno, raised.value.filename) == (number, name)
+    (script := tmp_path / "script").touch(0o755)
+    for interpreter in ("/bin/sh\r", "./lacking"):
+        script.write_bytes(f"#! {interpreter} -x\n".encode())
+        with pytest.raises(FileNotFoundError, match=r"its interpreter .* cannot be run") as lacking:
+            dying_with_parent(["./script"], directory=tmp_path)
+        assert lacking.value.filename == "./script"
+        with pytest.raises(FileNotFoundError):
+            subprocess.run([script], cwd=tmp_path, check=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="Install util-linux"):
         dying_with_parent([sys.executable])
