@@ -87,12 +87,12 @@ def enqueue(
         if row.run_id != run_id:
             raise ValueError(f"rollout {name} belongs to run {row.run_id} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
+    tasks: dict[str, str] = {name: row.task_id for name, row in known.items()}
     for name, new_rollout in zip(ids, rollouts, strict=True):
-        if name in known:
-            if (task := known[name].task_id) != new_rollout.task_id:
-                remedy = "Give rollouts of other tasks another id, a request another key."
-                raise ValueError(f"rollout {name} is of task {task} already, not of {new_rollout.task_id}. {remedy}")
-        else:
+        if (task := tasks.setdefault(name, new_rollout.task_id)) != new_rollout.task_id:
+            remedy = "Give rollouts of other tasks another id, a request another key."
+            raise ValueError(f"rollout {name} is of task {task} already, not of {new_rollout.task_id}. {remedy}")
+        if name not in known:
             attempts = new_rollout.max_attempts or defaults.max_attempts
             new.setdefault(
                 name,

@@ -321,6 +321,15 @@ async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
         assert await client.runs() == []
 
 
+async def test_queue_enqueue_of_two_tasks_under_one_id_is_refused(tmp_path: Path) -> None:
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
+        first, second = new_rollouts(2)
+        with pytest.raises(QueueError, match=r"rollout r0 is of task task 0 already, not of task 1\. Give rollouts of other tasks another"):
+            await client.enqueue("run", [first, msgspec.structs.replace(second, rollout_id="r0")])
+        assert await client.enqueue("run", [first, first]) == ["r0", "r0"]
+        assert (await client.run("run")).states == {RolloutState.QUEUED: 1}
+
+
 async def test_queue_metrics_are_prometheus_text(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/q.db")
     async with serving(settings) as (client, _), aiohttp.ClientSession(client.url) as session:
