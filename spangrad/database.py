@@ -45,7 +45,7 @@ _SESSION: dict[str, object] = {
     **{f"tcp_{name}": value for name, value in _CONNECTION.items() if name.startswith("keepalives")},
     "tcp_user_timeout": _CONNECTION["tcp_user_timeout"],
 }
-"""Parameters that PostgreSQL keeps for a session."""
+"""Parameters that PostgreSQL keeps for a session, where `options` of its URL has no others."""
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -267,9 +267,14 @@ def _limited_connection() -> type[Any]:
 def _connect_postgresql(_dialect: object, _record: object, arguments: Iterable[Any], parameters: Mapping[str, Any]) -> Any:
     """Return a connection with time limits; the signature is that of SQLAlchemy's event `do_connect`."""
     connection = _limited_connection().connect(*arguments, **{**_CONNECTION, **parameters})
-    connection.autocommit = True
-    connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in _SESSION.items()))
-    connection.autocommit = False
+    try:
+        connection.autocommit = True
+        options = str(parameters.get("options", ""))
+        connection.execute("; ".join(f"SET {name} = '{value}'" for name, value in _SESSION.items() if name not in options))
+        connection.autocommit = False
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 

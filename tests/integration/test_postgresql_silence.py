@@ -126,6 +126,14 @@ def test_limits_in_url_are_kept(server: Postgres) -> None:
             assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 7
 
 
+def test_session_limits_in_options_of_url_are_kept(server: Postgres) -> None:
+    url = sa.make_url(server.schema(f"t{uuid.uuid4().hex}"))
+    options = f"{url.query['options']} -c lock_timeout=7s"
+    with closing(opened(url.update_query_dict({"options": options}).render_as_string(False))) as database, database.reading() as connection:
+        shown = [connection.execute(sa.text(f"SHOW {name}")).scalar() for name in ("lock_timeout", "tcp_keepalives_idle")]
+        assert shown == ["7s", "30"]
+
+
 @pytest.mark.usefixtures("limits")
 async def test_queue_whose_postgresql_stops_answers_503_and_recovers(server: Postgres) -> None:
     async with serving(queue_settings(server.schema(f"t{uuid.uuid4().hex}")), retry_seconds=0) as (client, service):
