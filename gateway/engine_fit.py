@@ -26,8 +26,7 @@ def fit_to_memory(engine: EngineSettings, model: Path) -> EngineSettings:
         model: directory of the model.
 
     Raises:
-        SettingsError: there is no interpreter of vLLM's environment.
-        SettingsError: the model's config.json is not a JSON object.
+        SettingsError: there is no interpreter of vLLM's environment, or the model's config.json is not a JSON object.
     """
     facts = configured(model)
     context = context_of(facts.context_tokens, engine.max_model_len)
