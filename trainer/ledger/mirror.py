@@ -86,8 +86,8 @@ class Mirror:
         stored = {int(number): (status, checksum, _comparable(metrics)) for number, status, checksum, metrics in rows}
         if not since and (unknown := stored.keys() - {version.version for version in versions}):
             logger.warning(
-                "the store at %s has version %s@%d on branch %s, which the ledger lacks: the ledger is another one, or was deleted. Restore "
-                "it, or choose another trainer.branch: versions of one number replace each other in the store",
+                "the store at %s has version %s@%d on branch %s, which the ledger lacks: the ledger is another one, or was deleted. "
+                "Restore it, or choose another trainer.branch: versions of one number replace each other in the store",
                 *(without_userinfo(self._url), facts.policy_version.policy, max(unknown), facts.branch),
             )
         counts = {str(batch): int(count) for batch, count in batches}
