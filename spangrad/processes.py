@@ -195,9 +195,10 @@ def dying_with_parent(
     if (interpreter := _interpreter(path)) and not os.access(directory / interpreter, os.X_OK):
         raise FileNotFoundError(errno.ENOENT, f"its interpreter {interpreter!r} cannot be run", name)
     limit = str(_inherited_files or "") if inherits_limit else ""
-    # Some shells drop variables whose names they cannot use, such as those with a dot, or functions that bash exports.
-    dropped = [f"{key}={value}" for key, value in variables.items() if not (key.isascii() and key.isidentifier())]
-    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, *(["/usr/bin/env", *dropped] if dropped else []), path, *arguments]
+    # Shells set PWD, and some drop variables whose names they cannot use, such as those with a dot, or functions that bash exports.
+    undo = [] if "PWD" in variables else ["-u", "PWD"]
+    undo += [f"{key}={value}" for key, value in variables.items() if not (key.isascii() and key.isidentifier())]
+    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, *(["/usr/bin/env", *undo] if undo else []), path, *arguments]
     if sys.platform != "linux":
         return script
     if (setpriv := shutil.which("setpriv")) is None:
@@ -215,7 +216,6 @@ def _interpreter(program: str) -> str:
 
 MARK = "SPANGRAD_HOST"
 """Environment variable whose value all descendants of one agent host inherit."""
-
 
 _KILL_LOOKS, _KILL_SECONDS = 8, 0.4
 """Looks of `kill_marked`, and its time in seconds, of which it takes both before it gives up: on a busy machine each look takes long, and
