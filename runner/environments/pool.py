@@ -21,6 +21,7 @@ from runner.environments.wire import InstanceRequest, InstanceState, InstanceSta
 from spangrad.episode.user_calls import USER_ERRORS
 from spangrad.errors import EnvironmentsError
 from spangrad.leases import LeaseClock
+from spangrad.text_sanitizer import storable, storable_trace
 
 _SWEEP_SECONDS = 0.2
 """Pause between two checks for expired leases, in seconds."""
@@ -251,12 +252,11 @@ class InstancePool:
             environment = await instance.begin(request.message.input)
         except USER_ERRORS as error:
             self.counts["unbegun"] += 1
-            log.warning("environment %s cannot begin: %s: %s", instance.name, type(error).__name__, error, exc_info=error)
+            sentence = storable(f"{type(error).__name__}: {error}".rstrip(": ")[:1000])
+            log.warning("environment %s cannot begin: %s\n%s", instance.name, sentence, storable_trace(error))
             self._requests.pop(name, None)
             if not request.answer.done():
-                request.answer.set_exception(
-                    PreparationError(f"instance {instance.name}: {type(error).__name__}: {error}".rstrip(": ")[:1000])
-                )
+                request.answer.set_exception(PreparationError(f"instance {instance.name}: {sentence}"))
         else:
             if not request.released.is_set():
                 self.counts["leased"] += 1

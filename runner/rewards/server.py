@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import json
 import logging
-import traceback
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions, user_call
 from spangrad.http import server as http_server
 from spangrad.http.server import Address, BusyError, body, json_response, json_server
 from spangrad.settings import Settings
-from spangrad.text_sanitizer import storable
+from spangrad.text_sanitizer import storable, storable_trace
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +103,7 @@ class EvaluatorRoutes:
                 return json_response(rewards_from(await self._judge(judged)))
         except USER_ERRORS as error:  # caught in this task: an exit that ends a task ends the event loop, too
             sentence = storable(f"{type(error).__name__}: {error}"[:1000])
-            # Not `exc_info`: an error may quote the output, and no log takes halves of surrogate pairs.
-            trace = "".join(traceback.format_exception(error))
-            log.warning("%s", storable(f"the evaluator failed on rollout {judged.rollout_id}: {sentence}\n{trace}"))
+            log.warning("the evaluator failed on rollout %s: %s\n%s", storable(judged.rollout_id), sentence, storable_trace(error))
             return json_response({"error": sentence}, 500)
 
     async def _judge(self, judged: EvaluationRequest) -> Any:

@@ -22,7 +22,7 @@ from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
 from spangrad.episode.openenv_fields import CONTENT, EPISODE_ID, TEXT, action_of, is_text
 from spangrad.episode.user_calls import USER_ERRORS
-from spangrad.text_sanitizer import storable
+from spangrad.text_sanitizer import storable, storable_trace
 
 Call = Callable[[Callable[[], Any]], Awaitable[Any]]
 """Calls a method; the result is waited for where it is awaitable."""
@@ -223,7 +223,7 @@ class SessionInstance:
 def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:
     """Return what the client is told of an exception of the environment, log where it was raised, and end its span."""
     sentence = failure_text(error)
-    log.warning("the environment failed: %s", sentence, exc_info=error)
+    log.warning("the environment failed: %s\n%s", sentence, storable_trace(error))
     if span is not None:
         span.end(None, "", sentence)
     return SessionError(ErrorCode.EXECUTION_ERROR, sentence)

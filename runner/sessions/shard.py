@@ -40,6 +40,7 @@ from spangrad.episode.openenv_fields import ACTIONS, FORFEIT, ROLES
 from spangrad.episode.user_calls import USER_ERRORS, plain_exceptions
 from spangrad.errors import EnvironmentsError, SpangradError
 from spangrad.processes import kill_group
+from spangrad.text_sanitizer import storable, storable_trace
 
 log = logging.getLogger(__name__)
 Factory = Callable[[], Environment]
@@ -199,7 +200,7 @@ class SessionShard(asyncio.Protocol):
             except USER_ERRORS as error:
                 name = getattr(self._factory, "__name__", str(self._factory))
                 sentence = f"no environment can be created: {failure_text(error)}"
-                log.warning("%s", sentence, exc_info=error)
+                log.warning("%s\n%s", sentence, storable_trace(error))
                 send(Frame(FrameKind.OPEN, number, SessionError(ErrorCode.FACTORY_ERROR, sentence, factory_name=name).encode()))
                 return
             send(Frame(FrameKind.OPEN, number))
@@ -334,8 +335,8 @@ async def serve(factory: str, requests: socket.socket, responses: socket.socket)
         responses.sendall(Frame(FrameKind.BROKEN, payload=str(error).encode()).encode())
         return
     except USER_ERRORS as error:
-        sentence = f"no environment can be created: {type(error).__name__}: {error}. Fix {factory}."
-        log.warning("%s", sentence, exc_info=error)
+        sentence = storable(f"no environment can be created: {type(error).__name__}: {error}. Fix {factory}.")
+        log.warning("%s\n%s", sentence, storable_trace(error))
         responses.sendall(Frame(FrameKind.BROKEN, payload=sentence.encode()).encode())
         return
     gc.freeze()  # what is imported is never garbage: collections need not scan it

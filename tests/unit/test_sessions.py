@@ -224,7 +224,7 @@ def test_session_state_that_is_not_json_is_an_error_and_ends_no_episode() -> Non
     assert ask(session, "step", {"value": 1})["data"]["observation"] == {"sum": 1}
 
 
-def test_session_exception_with_half_a_surrogate_pair_is_an_error_response() -> None:
+def test_session_exception_with_half_a_surrogate_pair_is_an_error_response(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(Adder):
         def step(self, action: int) -> StepResult:
             raise FileNotFoundError("no file \udc80")
@@ -232,6 +232,7 @@ def test_session_exception_with_half_a_surrogate_pair_is_an_error_response() -> 
     session = instance(Odd())
     ask(session, "reset")
     assert ask(session, "step", {"value": 1})["data"] == {"message": "FileNotFoundError: no file ?", "code": "EXECUTION_ERROR"}
+    assert b"in step\n" in caplog.text.encode()
 
 
 JSON = st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
