@@ -37,8 +37,8 @@ def server() -> Iterator[Postgres]:
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(database_module._CONNECTION, "connect_timeout", 2)
-    monkeypatch.setattr(database_module, "_SILENT_SECONDS", 1.0)
+    monkeypatch.setitem(database_module._CONNECTION, "connect_timeout", 3)
+    monkeypatch.setattr(database_module, "_SILENT_SECONDS", 3.0)
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_database_whose_server_accepts_and_is_silent_fails_as_its_owner() -> Non
 @pytest.mark.usefixtures("limits")
 def test_database_whose_server_stops_within_transaction_fails_and_recovers(server: Postgres) -> None:
     with closing(opened(server.schema(f"t{uuid.uuid4().hex}"))) as database:
-        message = r"the shop postgresql\S+ failed \(no answer for 1 s\)\. See that the database runs"
+        message = r"the shop postgresql\S+ failed \(no answer for 3 s\)\. See that the database runs"
 
         def sell() -> None:
             with database.transaction() as transaction:
@@ -92,8 +92,8 @@ def test_database_whose_server_stops_within_transaction_fails_and_recovers(serve
 @pytest.mark.usefixtures("limits")
 def test_statement_whose_rows_arrive_slowly_is_not_cut_off(server: Postgres) -> None:
     with closing(opened(server.schema(f"t{uuid.uuid4().hex}"))) as database, database.reading() as connection:
-        slow = "SELECT repeat('x', 9000), pg_sleep(0.1) FROM generate_series(1, 20)"
-        assert len(connection.execute(sa.text(slow)).all()) == 20
+        slow = "SELECT repeat('x', 9000), pg_sleep(0.1) FROM generate_series(1, 40)"
+        assert len(connection.execute(sa.text(slow)).all()) == 40
 
 
 def test_transaction_behind_held_lock_fails_as_its_owner(server: Postgres, monkeypatch: pytest.MonkeyPatch) -> None:
