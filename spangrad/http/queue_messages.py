@@ -52,7 +52,8 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     group_size: Count = 1
     mode: Mode = Mode.TRAIN
     rollout_id: Name | None = None
-    """None: the queue assigns an id, and a request that is sent twice enqueues twice. A rollout with a known id stays as it is."""
+    """None: the queue assigns an id, and a request that is sent twice enqueues twice. A rollout with a known id stays as it is; a request
+    that gives that id to another task is refused."""
     priority: Priority = 0
     """Rollouts with the highest priority go first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
