@@ -139,10 +139,8 @@ def _end_group(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
 
 def kill_group(leader: int) -> None:
     """Send SIGKILL to what is left of a process group; safe to call in a signal handler."""
-    try:
+    with suppress(ProcessLookupError):  # nothing is left of it
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left of it
 
 
 _inherited_files: int | None = None
@@ -194,11 +192,13 @@ def dying_with_parent(
         raise OSError(code, os.strerror(code), name)
     if (interpreter := _interpreter(path)) and not os.access(directory / interpreter, os.X_OK):
         raise FileNotFoundError(errno.ENOENT, f"its interpreter {interpreter!r} cannot be run", name)
-    limit = str(_inherited_files or "") if inherits_limit else ""
     # Shells set PWD, and some drop variables whose names they cannot use, such as those with a dot, or functions that bash exports.
     undo = [] if "PWD" in variables else ["-u", "PWD"]
     undo += [f"{key}={value}" for key, value in variables.items() if not (key.isascii() and key.isidentifier())]
-    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, *(["/usr/bin/env", *undo] if undo else []), path, *arguments]
+    if undo:  # env would take a path with = for a variable, and nice takes it for the program
+        undo = ["/usr/bin/env", *undo, *(["/usr/bin/nice", "-n", "0"] if "=" in path else [])]
+    limit = str((inherits_limit and _inherited_files) or "")
+    script = ["/bin/sh", "-c", _BEGIN, str(os.getpid()), limit, *undo, path, *arguments]
     if sys.platform != "linux":
         return script
     if (setpriv := shutil.which("setpriv")) is None:

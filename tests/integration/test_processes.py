@@ -204,16 +204,16 @@ def test_program_whose_parent_died_before_its_begin_is_not_run(tmp_path: Path) -
 
 
 def test_program_is_looked_up_where_popen_does(tmp_path: Path) -> None:
-    program = tmp_path / "folder" / "program"
-    program.parent.mkdir()
+    program = tmp_path / "a=b" / "folder" / "program"
+    program.parent.mkdir(parents=True)
     program.write_text("#!/bin/sh\necho $0 $#")
     program.chmod(0o755)
     environment = {"PATH": str(program.parent)}
     for command in (
         dying_with_parent(["program", "an argument", "-n"], environment),
         dying_with_parent(["./program", "an argument", "-n"], environment, program.parent),
-        dying_with_parent(["folder/program", "an argument", "-n"], environment, tmp_path),
-        dying_with_parent(["program", "an argument", "-n"], {"PATH": "nowhere:folder"}, tmp_path),
+        dying_with_parent(["folder/program", "an argument", "-n"], environment, program.parent.parent),
+        dying_with_parent(["program", "an argument", "-n"], {"PATH": "nowhere:folder"}, program.parent.parent),
         dying_with_parent([str(program), "an argument", "-n"], environment, Path("/nowhere")),
     ):
         assert subprocess.run(command, env=environment, capture_output=True, check=True).stdout == f"{program} 2\n".encode()
