@@ -141,7 +141,7 @@ def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
 
 def test_up_whose_status_cannot_be_written_ends_before_it_starts_services(tmp_path: Path) -> None:
     (tmp_path / "status.json.new").mkdir()
-    words = [sys.executable, "-c", UP, str(tmp_path), ""]
+    words = [sys.executable, "-c", UP, str(tmp_path), "", "SIG_DFL"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"{tmp_path}/status.json cannot be written (Is a directory). Free space, or name another directory." in done.stderr
@@ -160,7 +160,7 @@ def test_up_whose_status_cannot_be_written_any_more_before_it_is_ready_ends(tmp_
 
 def test_up_detached_whose_status_cannot_be_written_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "go").touch()
-    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: [sys.executable, "-c", UP, str(tmp_path), "blocking"])
+    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: [sys.executable, "-c", UP, str(tmp_path), "blocking", "SIG_DFL"])
     with pytest.raises(SystemExit) as ended:
         commands.services.up.up(detach=True, set_=[f"up.directory={tmp_path}"])
     assert ended.value.code == 1
