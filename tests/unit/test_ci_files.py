@@ -1,4 +1,4 @@
-"""Files of forges: each change runs `.ci/run`, and the weekly job's parts hold every slow test once; groups of test files."""
+"""Files of forges: each change runs `.ci/run`, and the weekly job's parts hold every slow test once; groups and reports of tests."""
 
 from __future__ import annotations
 
@@ -54,3 +54,9 @@ def test_groups_of_files_are_those_that_take_shared_servers() -> None:
     ray = {file for file, group in groups.items() if group == "ray"}
     assert ray == {f"tests/integration/ray_cluster/test_{name}.py" for name in ("distributed_parity", "trainer_ray")}
     assert groups["tests/integration/test_gateway_vllm.py"] == "vllm"
+
+
+def test_report_with_half_of_a_surrogate_pair_is_escaped_for_the_controller(pytestconfig: pytest.Config) -> None:
+    report = pytest.TestReport("a", ("a", None, "a"), {}, "failed", "caf\udce9", "call", sections=[("log", "caf\udce9 \U0001f600")])
+    sent = pytestconfig.hook.pytest_report_to_serializable(config=pytestconfig, report=report)
+    assert (sent["longrepr"], sent["sections"]) == (r"caf\udce9", [("log", "caf\\udce9 \U0001f600")])
