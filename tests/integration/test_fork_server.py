@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from spangrad.processes import Child, wait_until
 from tests.programs import fork_server
+from tests.support import processes
 from tests.support.processes import ForkedChild, forked
 
 PROGRAM = """
@@ -114,6 +117,25 @@ def test_forked_process_gets_signals_itself(tmp_path: Path, number: signal.Signa
     wait_until(lambda: "word" in child.log.read_text(), 30, "the program", [child], poll_seconds=0.01)
     child.process.send_signal(number)
     assert child.process.wait(30) == code
+
+
+def test_forked_by_a_server_that_dies_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die() -> None:
+        connection, _ = dying.accept()
+        with connection:
+            head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
+            connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    monkeypatch.setattr(processes, "address_of_forks", lambda kind: tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as dying, ThreadPoolExecutor(1) as pool:
+        dying.bind(str(tmp_path / "socket"))
+        dying.listen()
+        death = pool.submit(die)
+        with pytest.raises(ChildProcessError, match=rf"fork server of services ended before it started \['-c', ''\]: see {tmp_path}/log"):
+            forked(["-c", ""], 1, 2, {})
+        death.result(30)
 
 
 def test_forked_process_dies_with_its_starter(tmp_path: Path) -> None:

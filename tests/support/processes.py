@@ -188,20 +188,22 @@ def forked(
     kind: str = "services",
 ) -> Forked:
     """Start a program (`-m MODULE` or `-c CODE`, and its arguments) as a child of ours, without input."""
-    address = str(address_of_forks(kind))
+    address = address_of_forks(kind)
     order = json.dumps([list(arguments), dict(environment), str(directory or Path.cwd()), os.getpid()]).encode()
     fds = [stream if isinstance(stream, int) else stream.fileno() for stream in (stdout, stderr)]
     libc = ctypes.CDLL(None)
     with _adoption, socket.socket(socket.AF_UNIX) as server, Path(os.devnull).open("rb") as empty:
-        server.connect(address)
+        server.connect(str(address))
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         try:
             socket.send_fds(server, [len(order).to_bytes(8, "big")], [empty.fileno(), *fds])
             server.sendall(order)
-            pid = int.from_bytes(server.recv(4), "big")
+            pid = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
             server.recv(1)  # the process between has ended
         finally:
             libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    if not pid:  # a signal to process 0 would be one to our own group
+        raise ChildProcessError(f"the fork server of {kind} ended before it started {list(arguments)}: see {address.with_name('log')}")
     return Forked(arguments, pid)
 
 
