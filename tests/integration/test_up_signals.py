@@ -21,7 +21,7 @@ from spangrad.processes import wait_until
 from spangrad.supervisor.run_directory import owner_of, status_of
 
 UP = """
-import signal, sys
+import fcntl, signal, sys, termios
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,8 @@ from spangrad.supervisor.service import ServiceSpec
 
 directory, mode = Path(sys.argv[1]), sys.argv[2]
 signal.signal(signal.SIGHUP, getattr(signal, sys.argv[3]))  # the tests may run under nohup
+if mode == "terminal":
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 DRAIN = '''
 import pathlib, signal, sys, time
 def drain(*_):
@@ -54,6 +56,8 @@ sys.exit(2)
 '''
 BLOCK = '''
 import pathlib, sys, time
+while not pathlib.Path(sys.argv[1], "prepared").exists():
+    time.sleep(0.01)
 status = pathlib.Path(sys.argv[1], "status.json.new")
 while not status.is_dir():
     try:
@@ -77,13 +81,19 @@ up._supervise(load_settings({"up.directory": str(directory)}, env={}), None, [],
 """
 
 
+def command(directory: Path, mode: str = "", hangup: str = "SIG_DFL") -> list[str]:
+    """Return the command line of `spangrad up` with a service that drains until there is a file `go`.
+
+    The mode `failing` adds one that fails once the first is prepared; `blocking` one that lets no status be written from then on;
+    `terminal` makes the standard input the terminal of the session.
+    """
+    return [sys.executable, "-c", UP, str(directory), mode, hangup]
+
+
 @contextmanager
 def up(directory: Path, mode: str = "", hangup: str = "SIG_DFL") -> Generator[subprocess.Popen[str]]:
-    """Run `spangrad up` with a service that drains until there is a file `go`.
-
-    The mode `failing` adds one that fails once the first is prepared; `blocking` one after whose start no status can be written.
-    """
-    words = [sys.executable, "-c", UP, str(directory), mode, hangup]
+    """Run `spangrad up` until the service is prepared, and to the end of the block at most."""
+    words = command(directory, mode, hangup)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             wait_until((directory / "prepared").exists, 60, "the service")
@@ -125,9 +135,8 @@ def test_down_ends_an_up_that_is_suspended(tmp_path: Path) -> None:
 def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     terminal, end = pty.openpty()
-    words = ["setsid", "--ctty", sys.executable, "-c", UP, str(tmp_path), "", "SIG_DFL"]
     with (tmp_path / "errors").open("wb") as errors:
-        process = subprocess.Popen(words, stdin=end, stdout=end, stderr=errors)
+        process = subprocess.Popen(command(tmp_path, "terminal"), stdin=end, stdout=end, stderr=errors, start_new_session=True)
     os.close(end)
     try:
         wait_until((tmp_path / "prepared").exists, 60, "the service")
@@ -136,13 +145,13 @@ def test_up_whose_terminal_is_closed_ends_in_order(tmp_path: Path) -> None:
         assert process.wait(60) == 0, (tmp_path / "errors").read_text()
     finally:
         process.kill()
+        process.wait()
     assert (tmp_path / "drained").exists()
 
 
 def test_up_whose_status_cannot_be_written_ends_before_it_starts_services(tmp_path: Path) -> None:
     (tmp_path / "status.json.new").mkdir()
-    words = [sys.executable, "-c", UP, str(tmp_path), "", "SIG_DFL"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command(tmp_path), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"{tmp_path}/status.json cannot be written (Is a directory). Free space, or name another directory." in done.stderr
     assert not (tmp_path / "worker.log").exists()
@@ -160,7 +169,7 @@ def test_up_whose_status_cannot_be_written_any_more_before_it_is_ready_ends(tmp_
 
 def test_up_detached_whose_status_cannot_be_written_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "go").touch()
-    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: [sys.executable, "-c", UP, str(tmp_path), "blocking", "SIG_DFL"])
+    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: command(tmp_path, "blocking"))
     with pytest.raises(SystemExit) as ended:
         commands.services.up.up(detach=True, set_=[f"up.directory={tmp_path}"])
     assert ended.value.code == 1
@@ -169,10 +178,7 @@ def test_up_detached_whose_status_cannot_be_written_ends(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(1)"])
 def test_up_detached_whose_supervisor_ends_without_a_word_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    def command(*words: str) -> list[str]:
-        return [sys.executable, "-c", f"import os, sys; {end}"]
-
-    monkeypatch.setattr("spangrad.processes.own_command", command)
+    monkeypatch.setattr("spangrad.processes.own_command", lambda *_: [sys.executable, "-c", f"import os, sys; {end}"])
     with pytest.raises(SpangradError, match=rf"ended with exit code -?\d, and {tmp_path}/up\.log does not tell why"):
         commands.services.up.up(detach=True, set_=[f"up.directory={tmp_path}"])
 
