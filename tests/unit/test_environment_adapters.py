@@ -323,13 +323,19 @@ def test_openenv_server_without_load_at_first_is_asked_again(
 
 
 def test_openenv_server_that_stays_away_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(openenv_server, "_PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(openenv_server, "_LOGGED_SECONDS", 0.1)
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(openenv_server, "time", types.SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(openenv_server, "_PAUSES", (1.0, 1.0))
     with pytest.raises(EnvironmentsError, match="does not answer"):
-        openenv_server.OpenEnvServer(["http://127.0.0.1:1"], wait_seconds=0.3)
+        openenv_server.OpenEnvServer(["http://127.0.0.1:1"], wait_seconds=6.0)
     (message,) = caplog.messages
     assert message.startswith("the environment at http://127.0.0.1:1 does not answer (")
-    assert "Start it, or fix the URL. Trying again for 0." in message
+    assert message.endswith("Start it, or fix the URL. Trying again for 2.0 s.")
 
 
 def test_openenv_server_that_refuses_the_token_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
