@@ -46,7 +46,8 @@ def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], 
 
 
 def test_write_closes_the_directory_that_it_creates_to_other_users(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "shared").mkdir(mode=0o755)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o755)  # whatever the umask
     write(tmp_path / "policies", base)
     write(tmp_path / "shared", base)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("policies", "shared")] == [0o700, 0o755]
