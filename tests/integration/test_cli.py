@@ -202,8 +202,8 @@ def test_command_into_closed_pipe_exits_141_silently(words: str, tmp_path: Path)
 
 def test_command_without_stdout_ends_as_with_it(tmp_path: Path) -> None:
     for words, code in (("schema show", 0), ("config", 0), ("lineage x", 2)):
-        command = f"exec {sys.executable} -m spangrad {words} >&-"
-        answer = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
+        command = ["sh", "-c", 'exec "$0" -m spangrad "$@" >&-', sys.executable, *words.split()]
+        answer = subprocess.run(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False)
         assert (answer.returncode, "Traceback" in answer.stderr) == (code, False)
 
 
