@@ -231,8 +231,11 @@ def test_supervisor_service_whose_url_answers_before_its_start_has_failed(tmp_pa
 
 
 def test_supervisor_service_whose_port_another_takes_while_it_starts_fails(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    refused = "import time; time.sleep(2); print('spangrad: cannot listen'); raise SystemExit(1)"
+    (port,), taken = free_ports(1), tmp_path / "taken"
+    refused = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(taken)!r}).exists(): time.sleep(0.01)\n"
+        "print('spangrad: cannot listen'); raise SystemExit(1)"
+    )
     store = ServiceSpec(
         "store", (sys.executable, "-c", refused), tmp_path / "store.log", f"http://127.0.0.1:{port}/", port_setting="store.port"
     )
@@ -241,7 +244,8 @@ def test_supervisor_service_whose_port_another_takes_while_it_starts_fails(tmp_p
         supervisor.poll()
         with foreign_server(store.ready_url or "") as foreign:
             poll_until(supervisor, lambda: states(supervisor)["store"] == "ready")  # as the other one answers
-            poll_until(supervisor, lambda: supervisor.failed == ["store"], 20)
+            taken.touch()
+            poll_until(supervisor, lambda: supervisor.failed == ["store"], 60)
             assert "Stop it, or set store.port to another port" in supervisor.failure("store")
             foreign.shutdown()
 
