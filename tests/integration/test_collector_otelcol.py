@@ -155,7 +155,7 @@ async def test_collector_with_unmodified_agent_fills_store(store: StoreSettings,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
             )
-            out, errors = await asyncio.wait_for(agent.communicate(), 300)  # it imports much
+            out, errors = await asyncio.wait_for(agent.communicate(), 120)  # it imports much
         assert (agent.returncode, out.decode().strip()) == (0, "0.0"), errors.decode()
 
         def read() -> list[tuple[object, ...]]:

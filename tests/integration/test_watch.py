@@ -208,5 +208,6 @@ async def test_watch_reading_that_ends_while_the_app_does_shows_nothing() -> Non
         app._running = False  # pyright: ignore[reportPrivateUsage] - as at the begin of its end: widgets are removed meanwhile
         await app.query_one("#returns").remove()
         ending.set()
-        while any(worker.is_running for worker in app.workers):  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while any(worker.is_running for worker in app.workers):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)

@@ -97,10 +97,10 @@ def test_serve_metrics_beyond_loopback_asks_for_token() -> None:
     (port,) = free_ports(1)
     serve_metrics(f"0.0.0.0:{port}", lambda: {"train": (5.0, 2)}, ["secret", "reader"])
     url = f"http://127.0.0.1:{port}/metrics"
-    assert text_of(url) is None
-    assert text_of(url, token="wrong") is None
-    assert "spangrad_builder_waiting_rollouts" in (text_of(url, token="secret") or "")
-    assert "spangrad_builder_waiting_rollouts" in (text_of(url, token="reader") or "")
+    for token in (None, "wrong"):
+        assert text_of(url, 30, token) is None
+    for token in ("secret", "reader"):
+        assert "spangrad_builder_waiting_rollouts" in (text_of(url, 30, token) or "")
 
 
 def test_serve_metrics_at_an_unusable_address_raises_with_remedy() -> None:
