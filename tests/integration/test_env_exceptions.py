@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ async def test_env_serve_log_has_the_traceback_of_an_environment(environment: st
         await ask(connection, "step", {"text": "raise"})
     errors = capfd.readouterr().err
     assert "the environment failed: " in errors
-    assert 'raising_games.py", line' in errors.partition(f"in {kind}\n")[0]
+    assert re.search(rf'raising_games\.py", line \d+, in {kind}\n', errors)
 
 
 async def test_env_serve_task_of_environment_that_exits_ends_no_session(capfd: pytest.CaptureFixture[str]) -> None:
