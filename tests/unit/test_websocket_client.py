@@ -67,14 +67,14 @@ def test_receive_from_server_that_only_pings_times_out() -> None:
         client.close()
 
 
-@pytest.mark.parametrize(("pings", "silent_seconds"), [(True, 3.0), (False, 0.5)])
+@pytest.mark.parametrize(("pings", "silent_seconds"), [(True, 2.0), (False, 0.5)])
 def test_receive_without_limit_waits_as_long_as_the_server_pings(
     pings: bool, silent_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket, "_SILENT_SECONDS", silent_seconds)
 
     def send(connection: socket.socket, done: threading.Event) -> None:
-        end = time.monotonic() + 3.5
+        end = time.monotonic() + 2.4
         while time.monotonic() < end and not done.wait(0.05):
             if pings:
                 connection.sendall(frame(PING, b"x"))
