@@ -18,6 +18,7 @@ from commands.stopped_store import own_store
 from spangrad.cli import COMMANDS
 from spangrad.errors import SettingsError
 from spangrad.http.json_http import status_of
+from spangrad.processes import free_ports
 from spangrad.settings import StoreSettings
 from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
@@ -184,7 +185,9 @@ def test_user_errors_are_one_sentence_with_exit_code(
 ) -> None:
     (tmp_path / "latin.txt").write_bytes(b"Caf\xe9 au lait")
     (tmp_path / "utf16.txt").write_text("au lait", "utf-16-le")
-    answer = spangrad(*arguments, cwd=tmp_path, **env)
+    names = ("OTLP_GRPC_PORT", "OTLP_HTTP_PORT", "CLICKHOUSE_PORT")  # another store may run on this machine
+    ports = {f"SPANGRAD_STORE__{name}": str(port) for name, port in zip(names, free_ports(3), strict=True)}
+    answer = spangrad(*arguments, cwd=tmp_path, **{**ports, **env})
     assert sentence in answer.stderr
     assert "Traceback" not in answer.stderr
     assert answer.returncode == code
