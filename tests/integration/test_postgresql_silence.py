@@ -40,7 +40,7 @@ def short_limits() -> Generator[None]:
     """Have a silent server exceed our limits soon; one that answers might do so as well, where the machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(database_module._CONNECTION, "connect_timeout", 2)
-        patch.setattr(database_module, "_SILENT_SECONDS", 1.0)
+        patch.setattr(database_module, "_SILENT_SECONDS", 0.3)
         yield
 
 
@@ -79,7 +79,7 @@ def test_database_whose_server_accepts_and_is_silent_fails_as_its_owner() -> Non
 
 def test_database_whose_server_stops_within_transaction_fails_and_recovers(server: Postgres) -> None:
     with closing(opened(server.schema(f"t{uuid.uuid4().hex}"))) as database:
-        message = r"the shop postgresql\S+ failed \(no answer for 1 s\)\. See that the database runs"
+        message = r"the shop postgresql\S+ failed \(no answer for 0\.3 s\)\. See that the database runs"
 
         def sell() -> None:
             with database.transaction() as transaction:
@@ -160,14 +160,12 @@ def test_trainer_whose_postgresql_stops_waits_for_it(server: Postgres, tmp_path:
         trainer = wired(chosen, FakeSource([*"abc"]), Cutting(lambda: freeze.enter_context(frozen(server))))
         outage = Outage("the ledger's database")
         retry_transactions(trainer.ledger, outage, trainer.shutdown)
-        sleep = trainer.shutdown.sleep
 
-        def sleep_and_thaw(seconds: float) -> None:
+        def thaw(seconds: float) -> None:
             if outage.is_under_way:
                 freeze.close()
-            sleep(seconds)
 
-        trainer.shutdown.sleep = sleep_and_thaw  # type: ignore[method-assign]
+        trainer.shutdown.sleep = thaw  # type: ignore[method-assign]
         trainer.run(follow=False)
     assert committed(trainer) == {0: [], 1: ["a-0", "a-1"], 2: ["b-0", "b-1"], 3: ["c-0", "c-1"]}
     assert caplog.text.count("Trying again until the ledger's database answers") == 1
