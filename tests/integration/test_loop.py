@@ -351,7 +351,7 @@ def test_loop_failure_rewards_are_built_and_loaded_for_training(gateway: Setting
     ]  # fmt: skip
     drops = ask(settings, "SELECT RolloutId, Reason, Detail FROM spangrad.drops WHERE RunId = {run:String}")
     assert sorted((names[rollout], *rest) for rollout, *rest in drops) == [
-        ("context_overflow", "call_failed", "HTTP 400 400"),
+        ("context_overflow", "call_failed", "HTTP 400"),
         ("exit_code", "attempt_failed", "exit_code"),
         ("exit_code", "superseded_attempt", "attempt 1 counts"),
     ]
