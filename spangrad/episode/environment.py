@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeGuard, cast
@@ -240,11 +240,13 @@ def checked_list(name: str, value: Any) -> Sequence[Any]:
     """Return an optional member that is a list; empty where it is None.
 
     Raises:
-        EnvironmentsError: it is a text, or an object by name.
+        EnvironmentsError: it is a text, an object by name, or no collection.
     """
-    if isinstance(value, str | Mapping):
+    if value is None:
+        return ()
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
         raise EnvironmentsError(f"{name} is {value!r:.200}, not a list. Write {name.rpartition('.')[2]} = [...].")
-    return value or ()
+    return tuple(cast("Iterable[Any]", value))
 
 
 def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
@@ -258,7 +260,7 @@ def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
     Raises:
         EnvironmentsError: they are no roles of it.
     """
-    turn = (acting,) if isinstance(acting, str) else tuple(acting or ())
+    turn = (acting,) if isinstance(acting, str) else tuple(acting) if isinstance(acting, Iterable) else ()
     if not turn or not set(turn) <= set(roles):
         raise EnvironmentsError(f"{name}.acting returned {acting!r}. Return one or several of {', '.join(roles)}.")
     return turn

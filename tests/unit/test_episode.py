@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from spangrad import semconv
 from spangrad.episode import endpoint_model
-from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, is_environment_class, rendered
+from spangrad.episode.environment import EnvironmentCalls, StepResult, ToolAction, checked_turn, is_environment_class, rendered
 from spangrad.episode.episode import Episode, EpisodeOutcome, EpisodeState
 from spangrad.episode.player import EpisodeEnd, EpisodeLimits, ModelReply, ReplyRequest
 from spangrad.errors import EngineError, EnvironmentsError
@@ -229,11 +230,21 @@ async def test_wrong_environments_are_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("name", ["roles", "tools"])
-def test_environment_whose_roles_or_tools_are_no_list_is_refused(name: str) -> None:
+@pytest.mark.parametrize("value", ["first", 2, {}])
+def test_environment_whose_roles_or_tools_are_no_list_is_refused(name: str, value: object) -> None:
     environment = Countdown()
-    setattr(environment, name, "first")
-    with pytest.raises(EnvironmentsError, match=rf"^Countdown\.{name} is 'first', not a list\. Write {name} = \[\.\.\.\]\.$"):
+    setattr(environment, name, value)
+    with pytest.raises(EnvironmentsError, match=rf"^Countdown\.{name} is {value!r}, not a list\. Write {name} = \[\.\.\.\]\.$"):
         _ = getattr(EnvironmentCalls(environment), name)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("collection", [tuple, np.array])
+def test_environment_roles_and_acting_may_be_any_collection(collection: Callable[[list[str]], Any]) -> None:
+    environment = Countdown()
+    setattr(environment, "roles", collection(["first", "second"]))  # noqa: B010 - environments have it as an optional member
+    roles = EnvironmentCalls(environment).roles  # pyright: ignore[reportArgumentType]
+    assert (*roles,) == ("first", "second")
+    assert (*checked_turn("Countdown", collection(["second", "first"]), roles),) == ("second", "first")
 
 
 def test_rendered_observation_is_text_parts_or_json() -> None:

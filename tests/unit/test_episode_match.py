@@ -169,7 +169,7 @@ class Wrong(Race):
         return self._acting
 
 
-@pytest.mark.parametrize(("acting", "message"), [("red", "'red'"), ((), r"\(\)"), (None, "None")])
+@pytest.mark.parametrize(("acting", "message"), [("red", "'red'"), ((), r"\(\)"), (None, "None"), (1, "1")])
 async def test_match_roles_that_may_not_act_are_an_error(acting: object, message: str) -> None:
     with pytest.raises(EnvironmentsError, match=rf"Wrong\.acting returned {message}\. Return one or several of white, black"):
         await play(Wrong(acting))
