@@ -132,7 +132,7 @@ class TaskDemands:
                 continue
             try:
                 await self._enqueue_part(row)
-            except ValueError as error:  # another run has rollouts of these ids, which must not hold up other demands
+            except ValueError as error:  # another run or task has rollouts of these ids, which must not hold up other demands
                 logger.warning("tasks %s of run %s are not enqueued: %s", row.name, row.run_id, error)
                 held = True
             else:
