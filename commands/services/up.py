@@ -99,24 +99,23 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
         ) as placed,
     ):
         progress = ProgressReader(placed.settings)
-        was_ready = is_announced = False
+        is_announced = False
         with Supervisor(placed.services, screen.event, policy=RestartPolicy(), launch=placed.launch) as supervisor:
 
             def publish(training: TrainingProgress | None = None) -> None:
                 status = supervisor.status()
-                run.publish({"services": status, "ready": was_ready, "addresses": placed.addresses})
+                run.publish({"services": status, "ready": supervisor.were_ready, "addresses": placed.addresses})
                 screen.show(status, training)
 
             try:
                 while True:
                     supervisor.poll()
-                    was_ready = was_ready or supervisor.are_ready
-                    publish(progress.newest() if was_ready else None)
+                    publish(progress.newest() if supervisor.were_ready else None)
                     if not is_announced:
                         run.require_published()
-                        is_announced = was_ready
+                        is_announced = supervisor.were_ready
                     # Later, a failed service leaves the others to those who use them.
-                    if not was_ready and supervisor.failed:
+                    if not supervisor.were_ready and supervisor.failed:
                         raise SpangradError(supervisor.failure(supervisor.failed[0]))
                     time.sleep(_POLL_SECONDS)
             except KeyboardInterrupt:

@@ -64,7 +64,7 @@ def status_table(services: Sequence[Mapping[str, Any]], progress: TrainingProgre
         if reason
     ]
     if any(service["state"] == "failed" for service in services):
-        causes.append(Text("What has failed is not started again: mend the cause, then `spangrad down` and `spangrad up`.", "red"))
+        causes.append(Text("What has failed is not started again: fix the cause, then call `spangrad down` and `spangrad up`.", "red"))
     return Group(table, *causes, *([Text(f"\n{progress}")] if progress else []), *([Text(hint, "dim")] if hint else []))
 
 

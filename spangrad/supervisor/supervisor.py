@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
-from spangrad.http.json_http import refusal_of
+from spangrad.http.json_http import refusal_of, status_of
 from spangrad.http.service import without_userinfo
-from spangrad.processes import answers
 from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order, stop_order
 
@@ -79,8 +78,8 @@ class Supervisor:
         self._on_event = on_event
         self._policy = policy
         self._launch = launch
-        self._were_ready = False
-        """True once every service was ready at the same time."""
+        self.were_ready = False
+        """True once every service was ready, or done, at the same time."""
 
     def __enter__(self) -> Self:
         """Start nothing yet, so that `__exit__` stops what an interrupted start has started."""
@@ -165,6 +164,7 @@ class Supervisor:
             elif process:
                 supervised.holder = process.holder
                 self._check_health(supervised, process)
+        self.were_ready = self.were_ready or self.are_ready
 
     def stop(self, name: str) -> None:
         """Stop one service for good, and wait until it has ended."""
@@ -220,13 +220,13 @@ class Supervisor:
         if supervised.state is not ServiceState.STARTING and now - supervised.checked < self._policy.health_seconds:
             return
         supervised.checked = now
-        healthy = url is None or answers(url)
-        supervised.obstacle = "" if healthy or url is None else _obstacle(process, url)
+        status = None if url is None else status_of(url)
+        healthy = url is None or status == 200
+        supervised.obstacle = "" if healthy or url is None else _obstacle(process, url, is_answered=status is not None)
         if healthy and supervised.state is not ServiceState.READY:
             self._on_event(f"{supervised.service.name} is ready ({now - supervised.since:.1f} s)")
             supervised.was_ready = supervised.was_ready or url is not None
             self._enter(supervised, ServiceState.READY)
-            self._were_ready = self._were_ready or self.are_ready
         elif not healthy and supervised.state is ServiceState.READY:
             self._on_event(f"{supervised.service.name} does not answer at {without_userinfo(url or '')}")
             self._enter(supervised, ServiceState.SILENT)
@@ -252,7 +252,7 @@ class Supervisor:
         supervised.failures += 1
         supervised.cause = cause
         # Before all were ready, what answered at the URL may have been another program, which took the port first.
-        was_ready = supervised.was_ready and self._were_ready
+        was_ready = supervised.was_ready and self.were_ready
         if self._policy.restarts(code, supervised.failures, was_ready=was_ready):
             delay = self._policy.delay(supervised.failures)
             supervised.due = time.monotonic() + delay
@@ -268,7 +268,17 @@ class Supervisor:
         supervised.since = time.monotonic()
 
 
-def _obstacle(process: ServiceProcess, url: str) -> str:
-    """Return the reason why a service that runs is not ready, as far as it is known."""
-    lines = "" if process.node else process.log_end()  # on another node the log is not read at each look
-    return refusal_of(url) or (lines.split("\n")[-2:-1] or [""])[0].strip()
+def _obstacle(process: ServiceProcess, url: str, *, is_answered: bool) -> str:
+    """Return the reason why a service that runs is not ready, as far as it is known.
+
+    Args:
+        process: process of the service.
+        url: URL at which it is not ready.
+        is_answered: False where the URL gave no response, so that none is waited for again.
+    """
+    reason = refusal_of(url) if is_answered else ""
+    if reason or process.node:  # on another node the log is not read at each look
+        return reason
+    text = process.log_end()
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

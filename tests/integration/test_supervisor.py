@@ -272,11 +272,13 @@ def test_supervisor_service_with_wrong_settings_is_not_restarted(tmp_path: Path)
         assert supervisor.status()[0]["restarts"] == 0
 
 
-def test_supervisor_service_that_finishes_is_done(tmp_path: Path) -> None:
-    done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log", may_finish=True)
+@pytest.mark.parametrize("ends", [False, True])
+def test_supervisor_service_that_finishes_is_done(tmp_path: Path, *, ends: bool) -> None:
+    done = ServiceSpec("train", (sys.executable, "-c", ""), tmp_path / "train.log", ends=ends, may_finish=not ends)
     with Supervisor([done], lambda text: None, policy=QUICK) as supervisor:
         poll_until(supervisor, lambda: states(supervisor)["train"] == "done")
         assert supervisor.are_ready
+        assert supervisor.were_ready
 
 
 def test_supervisor_service_that_ends_at_sigterm_is_restarted(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def test_training_services_with_invalid_settings_raise(values: dict[str, object]
 class RemoteProcess:
     """Process that has failed, and whose log ends with its actor."""
 
-    exit_code, pid, holder, node, ready_url = 1, 7, "", "10.0.0.7", None
+    exit_code: int | None = 1
+    ready_url: str | None = None
+    pid, holder, node = 7, "", "10.0.0.7"
 
     def __init__(self) -> None:
         self._log = "spangrad: engine.model is wrong.\n"
@@ -189,6 +191,31 @@ def test_supervisor_reads_cause_of_failure_before_the_log_is_gone() -> None:
         supervisor.poll()
         supervisor.poll()
         assert supervisor.failure("engine") == "engine failed: engine.model is wrong.\nIts log: engine.log"
+
+
+class StartingProcess(RemoteProcess):
+    """Process that is not ready, and whose log ends with an empty line and a part of one."""
+
+    exit_code, node, ready_url = None, "", "http://127.0.0.1:9/"
+
+    def log_end(self) -> str:
+        return "loading\rloading weights\n\nhalf of"
+
+
+@pytest.mark.parametrize(("status", "obstacle"), [(None, "loading weights"), (503, "no engine answers")])
+def test_supervisor_obstacle_of_url_without_response_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, obstacle: str
+) -> None:
+    def refusal(url: str) -> str:
+        assert status is not None, "it is waited for twice"
+        return "no engine answers"
+
+    monkeypatch.setattr("spangrad.supervisor.supervisor.status_of", lambda url: status)
+    monkeypatch.setattr("spangrad.supervisor.supervisor.refusal_of", refusal)
+    with Supervisor([service("gateway")], lambda text: None, launch=lambda service: StartingProcess()) as supervisor:
+        supervisor.poll()
+        supervisor.poll()
+        assert supervisor.status()[0]["obstacle"] == obstacle
 
 
 def test_status_table_names_states_causes_and_progress() -> None:
@@ -212,5 +239,5 @@ def test_status_table_names_states_causes_and_progress() -> None:
     assert "node" not in text
     assert "is not started again" not in text
     console.print(status_table([{**rows[0], "node": "10.0.0.7"}, {**row, "name": "run", "state": "failed"}], None))
-    assert "is not started again: mend the cause, then `spangrad down`" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "is not started again: fix the cause, then call `spangrad down`" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "10.0.0.7" in console.file.getvalue()  # type: ignore[attr-defined]
