@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
@@ -32,7 +32,7 @@ class PlayAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     rollout: str
     turn: int = 0
-    text: str | None = None
+    text: Annotated[str, msgspec.Meta(max_length=6000)] | None = None
     """None: the person leaves."""
 
 

@@ -7,9 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from page.actions.requests import PlayRequest, read_request
+from page.play.routes import PlayAnswer
 from page.play.sessions import PlayBounds, PlaySession, PlaySessions, playable
 from spangrad.errors import AgentError
 from spangrad.settings import Settings
@@ -111,6 +113,16 @@ async def test_session_passes_messages_and_replies_until_the_end() -> None:
     assert events[-1] == {"kind": "end", "outcome": "done", "text": "1 turns, return +1."}
     assert script.sent == [{"turn": 1, "text": "3"}]
     assert await whole(session, 3) == events[3:], "a browser that connects again gets what it lacks"
+
+
+@pytest.mark.parametrize(("characters", "fits"), [(6000, True), (6001, False)])
+def test_reply_is_as_long_as_the_page_lets_it_be(characters: int, *, fits: bool) -> None:
+    body = json.dumps({"rollout": "play-1", "turn": 1, "text": "é" * characters})
+    if fits:
+        assert msgspec.json.decode(body, type=PlayAnswer).text == "é" * characters
+    else:
+        with pytest.raises(msgspec.ValidationError, match="length <= 6000"):
+            msgspec.json.decode(body, type=PlayAnswer)
 
 
 async def test_reply_counts_once_and_for_its_own_turn() -> None:
