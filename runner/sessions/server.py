@@ -116,7 +116,7 @@ class UnknownEnvironment:
         """Answer with a sentence that lists the names, over HTTP or as a message of a session."""
         path = request.match_info["path"]
         name, below, rest = path.partition("/")
-        if len(self._names) == 1 and not below:
+        if len(self._names) == 1 and not below and name not in self._names:
             name, rest = self._names[0], path
         if name in self._names:
             sentence = f"environment {name} has no path /{rest} for {request.method}. See docs/guides/environments.md"

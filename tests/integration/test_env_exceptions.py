@@ -98,6 +98,8 @@ async def test_env_serve_request_over_http_that_is_none_is_refused_with_a_remedy
         async with client.get("/step") as response:
             sentence = "environment game has no path /step for GET. See docs/guides/environments.md"
             assert (response.status, (await response.json())["error"]) == (404, sentence)
+        async with client.get("/game") as response:
+            assert (await response.json())["error"] == sentence.replace("/step", "/")
 
 
 async def test_env_serve_reset_over_http_that_fails_without_a_name_leaves_no_session() -> None:
