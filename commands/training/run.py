@@ -168,7 +168,7 @@ def _what_happened(outcome: Outcome, runner: RunnerSettings) -> str:
 
 
 def first_and_last_line(text: str) -> str:
-    """Return the first and the last line of a text that are not empty; a last one that says the same, with more before it, is left out."""
+    """Return the first and the last line of a text that are not empty; a last one that ends with the first is left out."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     first, last = lines[0], lines[-1]
     return first[:_LINE] if last.endswith(first) else f"{first[:_LINE]}: {last[:_LINE]}"
