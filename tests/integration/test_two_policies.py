@@ -131,6 +131,13 @@ _COPY = (
 )
 
 
+_LED_TO = (
+    "INSERT INTO spangrad_internal.batch_calls SELECT * REPLACE ('t' AS TransitionId, 'c' AS CallId) FROM spangrad_internal.batch_calls"
+    " WHERE (Policy, RolloutId) IN (SELECT Policy, RolloutId FROM spangrad_internal.transitions WHERE RunId = %(run)s AND CallId = 'c')"
+    " LIMIT 1"
+)
+
+
 @pytest.mark.parametrize(
     ("spoiled", "seen"),
     [
@@ -148,6 +155,8 @@ def test_two_policies_account_counts_each_fault(world: BuiltRollouts, spoiled: t
     if spoiled:
         table, policy, changes = spoiled
         world.client.command(_COPY.format(table=table, policy=policy, changes=changes), parameters={"run": world.run})
+        if table == "transitions":
+            world.client.command(_LED_TO, parameters={"run": world.run})
     result = Result(0, 3, 1, sampled=3, calls=5 + (spoiled[:1] == ("transitions",)))
     account(result, world.client, world.run)
     assert {name: count for name, count in result.checked.items() if count} == seen

@@ -159,7 +159,7 @@ LOOK = f"If `spangrad train` has skipped it, the reason is in its log and its le
         (
             replace(WHOLE_GROUP, skipped=[("policy", "main", "stale", "version 3 is too old.")]),
             {},
-            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. docs/reference/drops.md "
+            "the trainer of policy policy (branch main) skipped its group as stale: version 3 is too old. `spangrad train skipped` "
             f"names the remedy; `spangrad train restore {WHOLE_GROUP.group}` brings the group back.",
         ),
         (replace(WHOLE_GROUP, conclusions=[CUT]), {}, "it left no transitions."),
