@@ -117,8 +117,8 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
         of_version(world.client, run, 9, None, 1)
     with pytest.raises(StoreError, match=r"on branch nowhere\."):
         of_version(world.client, run, 3, "nowhere", 1)
-    with pytest.raises(StoreError, match=r"knows no version nobody@1\. It has versions of 'lineage-.*\. A version that `spangrad"):
-        of_version(world.client, "nobody", 1, None, 1)
+    with pytest.raises(StoreError, match=r"knows no version unknown@1\. It has versions of 'lineage-.*\. A version that `spangrad"):
+        of_version(world.client, "unknown", 1, None, 1)
     with pytest.raises(StoreError, match="holds no span x/y of a rollout"):
         of_span(world.client, "x", "y")
 

@@ -79,7 +79,7 @@ async def test_service_relay_descriptor_that_is_no_listener_is_closed(
 
 async def test_relay_connects_to_any_address_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # it refuses connections, and nobody else gets the port
+        closed.bind(("127.0.0.1", 0))  # it refuses connections, and no other process gets the port
         addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (closed, listener)]
 
         async def resolve(*_: object, **__: object) -> list[object]:
