@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from spangrad.errors import SpangradError
-from spangrad.http.json_http import refusal_of, status_of
+from spangrad.http.json_http import answer_of
 from spangrad.http.service import without_userinfo
 from spangrad.supervisor.launcher import Launcher, LocalProcess, ServiceProcess
 from spangrad.supervisor.service import NEVER, RestartPolicy, ServiceSpec, ServiceState, cause_of, start_order, stop_order
@@ -220,9 +220,9 @@ class Supervisor:
         if supervised.state is not ServiceState.STARTING and now - supervised.checked < self._policy.health_seconds:
             return
         supervised.checked = now
-        status = None if url is None else status_of(url)
-        healthy = url is None or status == 200
-        supervised.obstacle = "" if healthy or url is None else _obstacle(process, url, is_answered=status is not None)
+        status, refusal = (200, "") if url is None else answer_of(url)
+        healthy = status == 200
+        supervised.obstacle = "" if healthy else refusal or _last_line(process)
         if healthy and supervised.state is not ServiceState.READY:
             self._on_event(f"{supervised.service.name} is ready ({now - supervised.since:.1f} s)")
             supervised.was_ready = supervised.was_ready or url is not None
@@ -268,17 +268,8 @@ class Supervisor:
         supervised.since = time.monotonic()
 
 
-def _obstacle(process: ServiceProcess, url: str, *, is_answered: bool) -> str:
-    """Return the reason why a service that runs is not ready, as far as it is known.
-
-    Args:
-        process: process of the service.
-        url: URL at which it is not ready.
-        is_answered: False where the URL gave no response, so that none is waited for again.
-    """
-    reason = refusal_of(url) if is_answered else ""
-    if reason or process.node:  # on another node the log is not read at each look
-        return reason
-    text = process.log_end()
+def _last_line(process: ServiceProcess) -> str:
+    """Return the last whole line of a log that is not empty; on another node the log is not read at each look."""
+    text = "" if process.node else process.log_end()
     lines = text[: text.rfind("\n") + 1].splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -206,16 +206,18 @@ class StartingProcess(RemoteProcess):
 def test_supervisor_obstacle_of_url_without_response_is_in_the_log(
     monkeypatch: pytest.MonkeyPatch, status: int | None, obstacle: str
 ) -> None:
-    def refusal(url: str) -> str:
-        assert status is not None, "it is waited for twice"
-        return "no engine answers"
+    def answer(url: str) -> tuple[int | None, str]:
+        requests.append(url)
+        return status, "no engine answers" if status else ""
 
-    monkeypatch.setattr("spangrad.supervisor.supervisor.status_of", lambda url: status)
-    monkeypatch.setattr("spangrad.supervisor.supervisor.refusal_of", refusal)
+    requests: list[str] = []
+    monkeypatch.setattr("spangrad.supervisor.supervisor.answer_of", answer)
     with Supervisor([service("gateway")], lambda text: None, launch=lambda service: StartingProcess()) as supervisor:
         supervisor.poll()
+        requests.clear()
         supervisor.poll()
         assert supervisor.status()[0]["obstacle"] == obstacle
+    assert len(requests) == 1, "it is waited for twice"
 
 
 def test_status_table_names_states_causes_and_progress() -> None:
