@@ -25,11 +25,12 @@ from urllib.parse import urlsplit
 
 from opentelemetry import baggage
 
-from spangrad.agent.command import ADDRESSED, AgentCommand, ExitCode, passed_variables, system_errors, variables_of
+from spangrad.agent.command import ADDRESSED, AgentCommand, ExitCode, ProgramFailure, passed_variables, system_errors, variables_of
 from spangrad.errors import AgentError
 from spangrad.http.service import in_url
 from spangrad.processes import MARK
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, RUN_ID
+from spangrad.types import AttemptFailure
 
 LABEL_HOST = "spangrad.host"
 """Label of a container: the mark of the agent host that started it."""
@@ -37,8 +38,9 @@ LABEL_WORKER = "spangrad.worker"
 """Label of a container: the worker of that host, as `spangrad.leases.this_process` names it."""
 _ADDRESS = re.compile(r"\bhttps?://[^\s,;'\"]+")
 _REMOVE_SECONDS = 30.0
+_ENGINE_FAILED = 125
+"""Exit code of the engine's command line where no container was started."""
 _MEANINGS = {
-    125: "the container engine itself failed; the attempt's log has its words (no such image, no daemon, a wrong argument)",
     126: "the image's command is there and cannot be run",
     127: "the image has no such command",
     137: "the container was killed by SIGKILL, by a user or because it exceeded its memory limit",
@@ -101,8 +103,8 @@ class AgentContainer(AgentCommand):
         """Run a container once, of the image that the attempt names, if it does.
 
         Raises:
-            ExitCode: the engine or the agent in it failed.
-            ProgramFailure: the system could not run the engine's command line, or the last line is too long.
+            ExitCode: the agent in the container failed.
+            ProgramFailure: the engine started no container, the system could not run its command line, or the last line is too long.
             PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
         """
         name = f"spangrad-{uuid.uuid4().hex}"
@@ -116,7 +118,13 @@ class AgentContainer(AgentCommand):
             ended = True
             return output
         except ExitCode as error:
-            ended = error.code not in _MEANINGS and error.code > 0
+            ended = error.code > 0 and error.code not in {_ENGINE_FAILED, *_MEANINGS}
+            if error.code == _ENGINE_FAILED:
+                raise ProgramFailure(
+                    AttemptFailure.CRASH,
+                    f"the container engine {container.engine!r} started no container of {container.image!r}: "
+                    "the attempt's log has the reason (no such image, no daemon, a wrong argument)",
+                ) from None
             raise ExitCode(error.code, _MEANINGS.get(error.code, "")) from None
         finally:
             if not ended:  # a container that ended by itself is removed by the engine (--rm)

@@ -18,7 +18,7 @@ from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers.agents import ContainerAgent
 from spangrad import semconv
-from spangrad.agent.command import ExitCode
+from spangrad.agent.command import ExitCode, ProgramFailure
 from spangrad.agent.container import AgentContainer as Hosted
 from spangrad.agent.container import Container, reachable, reached_at, run_command
 from spangrad.errors import AgentError
@@ -256,7 +256,6 @@ def _host_of(mark: str) -> int:
 @pytest.mark.parametrize(
     ("image", "command", "code", "means"),
     [
-        ("missing", (), 125, "the container engine itself failed; the attempt's log has its words"),
         ("agent", ("./contained.sh",), 126, "the image's command is there and cannot be run"),
         ("agent", ("no-such-command",), 127, "the image has no such command"),
         ("agent", ("sh", "-c", "kill -9 $$"), 137, "the container was killed by SIGKILL"),
@@ -269,6 +268,15 @@ async def test_exit_code_of_container_engine_is_explained(
     with pytest.raises(ExitCode) as raised:
         await hosted("anything", None)
     assert str(raised.value).startswith(f"exit code {code}: {means}")
+    assert docker.containers() == {}
+
+
+async def test_container_that_engine_does_not_start_is_no_failure_of_the_policy(tmp_path: Path, docker: FakeDocker) -> None:
+    hosted = Hosted(Container("docker", "missing", (), "host", (), None), tmp_path, "worker")
+    with pytest.raises(ProgramFailure) as raised:
+        await hosted("anything", None)
+    assert raised.value.failure is AttemptFailure.CRASH
+    assert str(raised.value).startswith("the container engine 'docker' started no container of 'missing': the attempt's log has the reason")
     assert docker.containers() == {}
 
 
