@@ -79,7 +79,7 @@ def enqueue(
         Number of rollouts that were known.
 
     Raises:
-        ValueError: another run, or another task, has a rollout with one of the ids, or one is too long.
+        ValueError: a rollout of another run, task or input has one of the ids, or one is too long.
     """
     require_short(ids)
     known = {row.rollout_id: row for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
@@ -87,11 +87,14 @@ def enqueue(
         if row.run_id != run_id:
             raise ValueError(f"rollout {name} belongs to run {row.run_id} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
-    tasks: dict[str, str] = {name: row.task_id for name, row in known.items()}
+    tasks: dict[str, tuple[str, str]] = {name: (row.task_id, row.input) for name, row in known.items()}
     for name, new_rollout in zip(ids, rollouts, strict=True):
-        if (task := tasks.setdefault(name, new_rollout.task_id)) != new_rollout.task_id:
-            remedy = "Give rollouts of other tasks another id, a request another key."
-            raise ValueError(f"rollout {name} is of task {task} already, not of {new_rollout.task_id}. {remedy}")
+        task_input = bytes(new_rollout.input).decode()
+        task, known_input = tasks.setdefault(name, (new_rollout.task_id, task_input))
+        if task != new_rollout.task_id:
+            raise ValueError(f"rollout {name} is of task {task} already, not of {new_rollout.task_id}. {_OTHER_ID}")
+        if known_input != task_input and msgspec.json.decode(known_input) != msgspec.json.decode(task_input):
+            raise ValueError(f"rollout {name} of task {task} has another input already. {_OTHER_ID}")
         if name not in known:
             attempts = new_rollout.max_attempts or defaults.max_attempts
             new.setdefault(
@@ -100,7 +103,7 @@ def enqueue(
                     "rollout_id": name,
                     "run_id": run_id,
                     "task_id": new_rollout.task_id,
-                    "input": bytes(new_rollout.input).decode(),
+                    "input": task_input,
                     "mode": new_rollout.mode.value,
                     "group_id": new_rollout.group_id,
                     "group_size": new_rollout.group_size,
@@ -355,9 +358,9 @@ _COUNTS = (
     .where(RUNS.c.rollouts > 0)
     .order_by(RUNS.c.run_id)
 )
-_KNOWN = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.run_id, ROLLOUTS.c.task_id).where(
-    ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True))
-)
+_OTHER_ID = "Give rollouts of other tasks or inputs another id, a request another key."
+_WITH_ID = ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True))
+_KNOWN = sa.select(*[ROLLOUTS.c[name] for name in ("rollout_id", "run_id", "task_id", "input")]).where(_WITH_ID)
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]
 _FIRST = (

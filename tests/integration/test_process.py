@@ -295,7 +295,7 @@ async def test_process_refuses_data_sources_without_a_handler(settings: Settings
         assert {(lease.data_source, lease.image) for lease in leases} == {("code", "org/a:1")}
 
 
-async def test_process_refuses_a_key_of_other_tasks(settings: Settings) -> None:
+async def test_process_refuses_a_key_of_other_tasks_or_inputs(settings: Settings) -> None:
     request = of_run()
     first, *others = request["tasks"]
     async with serving(settings) as (client, _):
@@ -303,6 +303,9 @@ async def test_process_refuses_a_key_of_other_tasks(settings: Settings) -> None:
         enqueued = await client.runs()
         status, refused = await process(settings, {**request, "tasks": [{**first, "task_id": "other"}, *others]})
         words = f"/v1/process: rollout {request['run_id']}/{request['key']}/0/0 is of task {first['task_id']} already, not of other. Give"
+        assert (status, words in refused["error"], await client.runs()) == (400, True, enqueued)
+        status, refused = await process(settings, {**request, "tasks": [{**first, "input": "another"}, *others]})
+        words = f"/v1/process: rollout {request['run_id']}/{request['key']}/0/0 of task {first['task_id']} has another input already."
         assert (status, words in refused["error"], await client.runs()) == (400, True, enqueued)
 
 

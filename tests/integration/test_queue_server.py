@@ -321,12 +321,20 @@ async def test_queue_refusals_are_sentences(tmp_path: Path) -> None:
         assert await client.runs() == []
 
 
-async def test_queue_enqueue_of_two_tasks_under_one_id_is_refused(tmp_path: Path) -> None:
+async def test_queue_enqueue_of_two_tasks_or_inputs_under_one_id_is_refused(tmp_path: Path) -> None:
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, _):
         first, second = new_rollouts(2)
-        with pytest.raises(QueueError, match=r"rollout r0 is of task task 0 already, not of task 1\. Give rollouts of other tasks another"):
+        with pytest.raises(
+            QueueError, match=r"rollout r0 is of task task 0 already, not of task 1\. Give rollouts of other tasks or inputs another"
+        ):
             await client.enqueue("run", [first, msgspec.structs.replace(second, rollout_id="r0")])
         assert await client.enqueue("run", [first, first]) == ["r0", "r0"]
+        with pytest.raises(
+            QueueError, match=r"rollout r0 of task task 0 has another input already\. Give rollouts of other tasks or inputs"
+        ):
+            await client.enqueue("run", [msgspec.structs.replace(first, input=msgspec.Raw(b'"another"'))])
+        spaced = msgspec.structs.replace(first, input=msgspec.Raw(b" " + bytes(first.input)))
+        assert await client.enqueue("run", [spaced]) == ["r0"], "the same input in other words"
         assert (await client.run("run")).states == {RolloutState.QUEUED: 1}
 
 
