@@ -129,11 +129,22 @@ def _resolve(flags: Mapping[str, object], file: Path | None, env: Mapping[str, s
     try:
         return Settings.model_validate(merged), sources
     except ValidationError as error:
-        first = error.errors()[0]
-        key_path = ".".join(str(part) for part in first["loc"])
+        first, *others = error.errors()
+        key_path = _key_path(first)
         source = next((source for key, source in sources.items() if f"{key_path}.".startswith(f"{key}.")), "default")
-        problem = first["msg"].removeprefix("Value error, ")
+        alternatives = [other["msg"] for other in others if _is_alternative(other) and _key_path(other) == key_path]
+        problem = ", or ".join([first["msg"].removeprefix("Value error, "), *alternatives])
         raise SettingsError(f"setting {key_path}{_given(key_path, first)} ({source}): {problem}") from None
+
+
+def _key_path(error: ErrorDetails) -> str:
+    """Return the key of a refused value, without the alternative of its type that refused it."""
+    return ".".join(str(part) for part in (error["loc"][:-1] if _is_alternative(error) else error["loc"]))
+
+
+def _is_alternative(error: ErrorDetails) -> bool:
+    """Return whether a value was refused by one of several types, which pydantic then names last, such as `literal['auto']`."""
+    return any(str(part).endswith("]") for part in error["loc"][-1:])
 
 
 def _given(key: str, error: ErrorDetails) -> str:

@@ -85,6 +85,13 @@ def test_load_settings_config_variable_names_file(tmp_path: Path) -> None:
         ({}, {}, "store = 3\n", "store (file {file}) is a section, and has no value of its own. Set store.NAME."),
         ({}, {"SPANGRAD_GATEWAY__TOKEN": ""}, "", "(environment SPANGRAD_GATEWAY__TOKEN)"),
         ({"gateway.port": None}, {}, "", "setting gateway.port = None (flag): Input should be a valid integer"),
+        (
+            {"runner.sandbox.engine": "docker"},
+            {},
+            "",
+            "setting runner.sandbox.engine = 'docker' (flag): "
+            "Input should be 'none', 'remote', 'landlock' or 'bubblewrap', or Input should be 'auto'",
+        ),
         ({}, {"SPANGRAD_GATEWAY__PORT": "null"}, "", "setting gateway.port = None (environment SPANGRAD_GATEWAY__PORT)"),
     ],
 )
