@@ -66,14 +66,16 @@ SELECT
     said AS Attributes
 FROM (
     SELECT
-        SpanAttributes['spangrad.run.id'] AS RunId,
-        SpanAttributes['spangrad.rollout.mode'] AS Mode,
-        SpanAttributes['spangrad.rollout.id'] AS RolloutId,
+        -- A program without our span processors, in any language, names its rollout in OTEL_RESOURCE_ATTRIBUTES.
+        SpanAttributes['spangrad.rollout.id'] = '' AND ResourceAttributes['spangrad.rollout.id'] != '' AS by_resource,
+        if(by_resource, ResourceAttributes['spangrad.run.id'], SpanAttributes['spangrad.run.id']) AS RunId,
+        if(by_resource, ResourceAttributes['spangrad.rollout.mode'], SpanAttributes['spangrad.rollout.mode']) AS Mode,
+        if(by_resource, ResourceAttributes['spangrad.rollout.id'], SpanAttributes['spangrad.rollout.id']) AS RolloutId,
         SpanAttributes['session.id'] AS SessionId,
         SpanAttributes['gen_ai.conversation.id'] AS ConversationId,
         multiIf(RolloutId != '', RolloutId, SessionId != '', SessionId, ConversationId != '', ConversationId, TraceId) AS RolloutKey,
         multiIf(RolloutId != '', 'rollout', SessionId != '', 'session', ConversationId != '', 'conversation', 'trace') AS RolloutKeySource,
-        toUInt16OrZero(SpanAttributes['spangrad.rollout.attempt']) AS Attempt,
+        toUInt16OrZero(if(by_resource, ResourceAttributes['spangrad.rollout.attempt'], SpanAttributes['spangrad.rollout.attempt'])) AS Attempt,
         Timestamp, TraceId, SpanId, ParentSpanId,
         -- Who counts nothing still has a clock of its own, which '~' tells apart from a process that counts.
         multiIf(SpanAttributes['spangrad.process.id'] != '', SpanAttributes['spangrad.process.id'],
@@ -96,20 +98,23 @@ FROM (
 ARRAY JOIN arrayConcat([0], evaluations) AS event, arrayConcat([lean], scores) AS said;
 
 CREATE MATERIALIZED VIEW IF NOT EXISTS spangrad_internal.rollout_evaluation_logs_mv TO spangrad_internal.rollout_spans AS
+WITH
+    LogAttributes['spangrad.rollout.id'] = '' AND ResourceAttributes['spangrad.rollout.id'] != '' AS by_resource,
+    if(by_resource, ResourceAttributes['spangrad.rollout.id'], LogAttributes['spangrad.rollout.id']) AS rollout_id
 SELECT
-    LogAttributes['spangrad.run.id'] AS RunId,
-    LogAttributes['spangrad.rollout.mode'] AS Mode,
-    multiIf(LogAttributes['spangrad.rollout.id'] != '', LogAttributes['spangrad.rollout.id'],
+    if(by_resource, ResourceAttributes['spangrad.run.id'], LogAttributes['spangrad.run.id']) AS RunId,
+    if(by_resource, ResourceAttributes['spangrad.rollout.mode'], LogAttributes['spangrad.rollout.mode']) AS Mode,
+    multiIf(rollout_id != '', rollout_id,
             LogAttributes['session.id'] != '', LogAttributes['session.id'],
             LogAttributes['gen_ai.conversation.id'] != '', LogAttributes['gen_ai.conversation.id'],
             TraceId) AS RolloutKey,
-    multiIf(LogAttributes['spangrad.rollout.id'] != '', 'rollout',
+    multiIf(rollout_id != '', 'rollout',
             LogAttributes['session.id'] != '', 'session',
             LogAttributes['gen_ai.conversation.id'] != '', 'conversation',
             'trace') AS RolloutKeySource,
     LogAttributes['session.id'] AS SessionId,
     LogAttributes['gen_ai.conversation.id'] AS ConversationId,
-    toUInt16OrZero(LogAttributes['spangrad.rollout.attempt']) AS Attempt,
+    toUInt16OrZero(if(by_resource, ResourceAttributes['spangrad.rollout.attempt'], LogAttributes['spangrad.rollout.attempt'])) AS Attempt,
     Timestamp, TraceId, SpanId,
     -- Several evaluations may share a span and a nanosecond: their content tells them apart.
     bitOr(cityHash64(mapKeys(LogAttributes), mapValues(LogAttributes)), bitShiftLeft(toUInt64(1), 63)) AS EventIndex,

@@ -17,7 +17,9 @@ SELECT TraceId, groupUniqArray(RolloutId) AS Rollouts FROM spangrad.rollout_trac
 _TRACES_A_STATEMENT = 400
 _HAS_TEXT = "multiSearchAnyCaseInsensitiveUTF8(value, {texts:Array(String)}) > 0"
 _MATCHES = f"""
-SELECT DISTINCT TraceId, SpanAttributes['spangrad.rollout.id'] AS RolloutId FROM otel.otel_traces
+SELECT DISTINCT
+    TraceId, coalesce(nullIf(SpanAttributes['spangrad.rollout.id'], ''), ResourceAttributes['spangrad.rollout.id']) AS RolloutId
+FROM otel.otel_traces
 WHERE TraceId IN {{traces:Array(String)}} AND arrayExists(value -> {_HAS_TEXT}, arrayConcat(
     mapValues(SpanAttributes), [StatusMessage], arrayFlatten(arrayMap(attributes -> mapValues(attributes), Events.Attributes))))
 """

@@ -22,7 +22,14 @@ from spangrad.settings.runner import ContainerSettings
 from spangrad.settings.sources import variable_of, without_secrets
 
 _NOT_FOR_HOSTS = frozenset(
-    {"TRACEPARENT", "TRACESTATE", "BAGGAGE", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"}
+    {
+        "TRACEPARENT",
+        "TRACESTATE",
+        "BAGGAGE",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+    }
 )
 """Variables that each attempt gets itself, and those that would send its spans to another store."""
 _TOOLS_TOKEN = variable_of("runner.sandbox.token")
@@ -150,7 +157,7 @@ def host_command(spec: AgentSpec) -> list[str]:
 
 def exporter_variables(store: StoreSettings) -> dict[str, str]:
     """Return the environment variables by which OpenTelemetry's SDKs of agents and environments send spans to the store."""
-    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.otlp_endpoint}
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": store.otlp_endpoint, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
     if store.token is not None:
         variables["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization=Bearer%20{agent_token(store.token.get_secret_value())}"
     return variables

@@ -28,7 +28,7 @@ from typing import IO, Any
 from spangrad.agent import prompt_client
 from spangrad.agent.attempt_log import attempt_log, free_beginning
 from spangrad.agent.prompt_client import program_variables
-from spangrad.agent.propagation import carrier_of
+from spangrad.agent.propagation import carrier_of, resource_variable
 from spangrad.errors import JSON_ERRORS, AgentError
 from spangrad.processes import MARK, dying_with_parent, kill_group
 from spangrad.types import AttemptFailure
@@ -233,6 +233,7 @@ async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
 
 def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
     environment = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
+    environment |= resource_variable(environment)
     if endpoint is not None:
         environment["OPENAI_BASE_URL"] = endpoint
     if leased is not None:

@@ -1,17 +1,23 @@
-"""Propagation of a rollout's identity between processes, in the two W3C headers.
+"""Propagation of a rollout's identity between processes: in the two W3C headers, and in a process's resource attributes.
 
-In: a context with a span and baggage. Out: `traceparent` and `baggage`, and back. Invariant: the W3C formats, whatever
-propagators a process is configured with, because the gateway and every agent must read the same ones.
+In: a context with a span and baggage. Out: `traceparent` and `baggage`, and back; OTEL_RESOURCE_ATTRIBUTES. Invariant: the W3C formats,
+whatever propagators a process is configured with, because the gateway and every agent must read the same ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from opentelemetry import baggage, context
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, ROLLOUT_MODE, RUN_ID
+
+RESOURCE_ATTRIBUTES = "OTEL_RESOURCE_ATTRIBUTES"
+_IDENTITY = (RUN_ID, ROLLOUT_ID, ROLLOUT_MODE, ROLLOUT_ATTEMPT)
 
 
 def context_from(carrier: Mapping[str, str], base: Context | None = None) -> Context:
@@ -44,3 +50,23 @@ def with_baggage(source: Context, entries: Mapping[str, str]) -> Context:
     for key, value in entries.items():
         source = baggage.set_baggage(key, value, source)
     return source
+
+
+def resource_variable(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return OTEL_RESOURCE_ATTRIBUTES with the current rollout's identity, which SDKs of every language write on each span of a process.
+
+    They need no processor of ours for that, and do not read TRACEPARENT. Attributes that the variable has already are kept.
+
+    Args:
+        environ: environment of the process to be.
+
+    Returns:
+        The variable; empty where the current context names no rollout.
+    """
+    carried = baggage.get_all()
+    if ROLLOUT_ID not in carried:
+        return {}
+    kept = [
+        entry for entry in environ.get(RESOURCE_ATTRIBUTES, "").split(",") if entry and entry.partition("=")[0].strip() not in _IDENTITY
+    ]
+    return {RESOURCE_ATTRIBUTES: ",".join([*kept, *(f"{key}={quote(str(carried[key]), safe='')}" for key in _IDENTITY if key in carried)])}

@@ -137,6 +137,41 @@ def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
     client.close()
 
 
+def test_rollout_of_a_span_that_names_none_is_that_of_its_resource(store: StoreSettings) -> None:
+    prefix, client, begin = uuid.uuid4().hex, connect(store), datetime(2026, 1, 1, tzinfo=UTC)
+
+    def identity(rollout: str, attempt: str) -> dict[str, str]:
+        of_run = {"spangrad.run.id": f"run of {rollout}", "spangrad.rollout.mode": "train"}
+        return {**of_run, "spangrad.rollout.id": f"{prefix}-{rollout}", "spangrad.rollout.attempt": attempt}
+
+    resource = identity("process", "2")
+    spans = {
+        "nothing": {},
+        "session": {"session.id": "s"},
+        "itself": identity("span", "1"),
+        "no attempt": {"spangrad.rollout.id": f"{prefix}-span"},
+    }
+    names = ["Timestamp", "TraceId", "SpanId", "SpanName", "SpanAttributes", "ResourceAttributes"]
+    rows = [[begin, f"{prefix}-{name}", f"{number:016x}", name, own, resource] for number, (name, own) in enumerate(spans.items())]
+    client.insert("otel.otel_traces", rows, column_names=names)
+    score = {"gen_ai.evaluation.score.value": "1"}
+    log = [begin, f"{prefix}-log", f"{9:016x}", "gen_ai.evaluation.result", score, resource]
+    client.insert(
+        "otel.otel_logs", [log], column_names=["Timestamp", "TraceId", "SpanId", "EventName", "LogAttributes", "ResourceAttributes"]
+    )
+
+    columns = "SpanName, RolloutId, Attempt, RunId, Mode"
+    selected = f"SELECT {columns} FROM spangrad.rollout_spans WHERE startsWith(TraceId, '{prefix}') ORDER BY SpanId"
+    assert client.query(selected).result_rows == [
+        ("nothing", f"{prefix}-process", 2, "run of process", "train"),
+        ("session", f"{prefix}-process", 2, "run of process", "train"),
+        ("itself", f"{prefix}-span", 1, "run of span", "train"),
+        ("no attempt", f"{prefix}-span", 0, "", ""),
+        ("gen_ai.evaluation.result", f"{prefix}-process", 2, "run of process", "train"),
+    ]
+    client.close()
+
+
 def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(store: StoreSettings) -> None:
     """An agent's own span of a trace of two rollouts belongs to neither, also where only one of them is built."""
 
