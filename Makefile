@@ -33,7 +33,7 @@ endif
 BIN := .venv/bin
 PACKAGES := spangrad commands span_processors gateway collector runner transition_builder trainer prompts dashboards page examples recipes tests benchmarks packaging
 
-.PHONY: setup setup-server otelcol demo test test-slow gpu-check check format bench docs reference pictures clean
+.PHONY: setup setup-server node otelcol demo test test-slow gpu-check check format bench docs reference pictures clean
 .DEFAULT_GOAL := setup
 
 setup:
@@ -41,6 +41,10 @@ setup:
 
 setup-server:
 	@$(PYTHON) packaging/environment.py server
+
+# Packages of an agent in JavaScript; without them, or without npm, its test is skipped and says so.
+node:
+	@command -v npm >/dev/null && $(PYTHON) packaging/environment.py node || echo "make node: there is no npm, or its packages could not be installed."
 
 otelcol:
 	@command -v go >/dev/null || { echo "make otelcol: there is no Go here. Install Go (go.dev), or set SPANGRAD_OTELCOL to a released otelcol-contrib." >&2; exit 1; }
@@ -51,7 +55,7 @@ otelcol:
 demo: setup
 	$(BIN)/spangrad demo --seed $(SEED) --collector $(COLLECTOR) --gateway $(GATEWAY) $(ARGS)
 
-test: setup
+test: setup node
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: setup

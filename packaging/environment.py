@@ -1,9 +1,10 @@
-"""Make the environments that `make setup` and `make docs` promise, and notice when one is broken.
+"""Make the environments that `make setup`, `make docs` and `make test` promise, and notice when one is broken.
 
-In: the repository's pyproject files and constraints. Out: `.venv` (spangrad, its trainer and its tests), `.venv-vllm`
-(the engine, whose pins contradict the trainer's) and, when asked for, `.venv-docs` (the documentation's site). Invariant:
-an environment counts as made only when its stamp, written last, matches what it was made from and its packages can be
-found; anything else is repaired or made anew. Commands that need the same environment at once wait for the one that makes it.
+In: the repository's pyproject files, constraints and lock file. Out: `.venv` (spangrad, its trainer and its tests), `.venv-vllm`
+(the engine, whose pins contradict the trainer's) and, when asked for, `.venv-docs` (the documentation's site) and the packages of
+the tests' agent in JavaScript. Invariant: an environment counts as made only when its stamp, written last, matches what it was
+made from and its packages can be found; anything else is repaired or made anew. Commands that need the same environment at once
+wait for the one that makes it.
 
 Standard library only: this runs before anything is installed.
 """
@@ -59,8 +60,14 @@ class Environment:
             digest.update(source.read_bytes())
         return digest.hexdigest()
 
+    @property
+    def steps(self) -> list[tuple[str, ...]]:
+        """Commands that make or repair it."""
+        pip = (str(self.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
+        return [(sys.executable, "-m", "venv", str(self.directory)), (*pip, PIP), *((*pip, *install) for install in self.installs)]
+
     def runs(self) -> bool:
-        """Return whether its interpreter runs."""
+        """Return whether its interpreter runs, so that it can be repaired."""
         try:
             return subprocess.run([self.python, "-c", ""], check=False, capture_output=True).returncode == 0
         except OSError:
@@ -74,12 +81,38 @@ class Environment:
             return "was left half-made"
         if self.stamp.read_text() != self.fingerprint:
             return OTHER_PINS
+        return self.broken()
+
+    def broken(self) -> str | None:
+        """Return what cannot be found in it; None: nothing."""
         code = f"import importlib.util as u, sys; sys.exit(' '.join(m for m in {self.modules!r} if u.find_spec(m) is None) or 0)"
         try:
             probe = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/", check=False)
         except OSError as error:
             return f"is broken: its interpreter does not run ({error.strerror})"
         return f"is broken: {probe.stderr.strip() or 'its interpreter does not run'} is missing" if probe.returncode else None
+
+
+class NodePackages(Environment):
+    """Packages of npm, by a lock file, which it always makes anew."""
+
+    @property
+    def steps(self) -> list[tuple[str, ...]]:
+        """Commands that make it."""
+        directory = str(self.directory)
+        return [
+            ("cp", "-R", str(self.sources[0].parent), directory),
+            ("npm", "ci", "--prefix", directory, "--ignore-scripts", "--no-audit", "--no-fund"),
+        ]
+
+    def runs(self) -> bool:
+        """Return False: it is not repaired."""
+        return False
+
+    def broken(self) -> str | None:
+        """Return what cannot be found in it; None: nothing."""
+        missing = [name for name in self.modules if not (self.directory / "node_modules" / name).is_dir()]
+        return f"is broken: {' '.join(missing)} is missing" if missing else None
 
 
 def environments(torch_index: str) -> dict[str, Environment]:
@@ -121,6 +154,13 @@ def environments(torch_index: str) -> dict[str, Environment]:
             (*torch, ("-r", str(vllm), "--no-deps"), ("-r", str(engine), "--no-deps", "--require-hashes")),
             ("torch", "vllm", "transformers", "fastapi"),
         ),
+        "node": NodePackages(
+            "node",
+            ROOT / ".venv-node",
+            (ROOT / "constraints" / "node" / "package-lock.json",),
+            (),
+            ("openai", "@opentelemetry/auto-instrumentations-node"),
+        ),
         "docs": Environment("docs", ROOT / ".venv-docs", (site,), (("-r", str(site), "--no-deps"),), ("mkdocs", "material", "pymdownx")),
     }
 
@@ -155,10 +195,7 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
     if environment.directory.exists() and (fault != OTHER_PINS or not environment.runs()):
         shutil.rmtree(environment.directory)
     environment.stamp.unlink(missing_ok=True)
-    log = ROOT / ".setup" / f"{environment.name}.log"
-    pip = (str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
-    steps: list[tuple[str, ...]] = [(sys.executable, "-m", "venv", str(environment.directory)), (*pip, PIP)]
-    steps += [(*pip, *install) for install in environment.installs]
+    log, steps = ROOT / ".setup" / f"{environment.name}.log", environment.steps
     with log.open("w") as out:
         for i, step in enumerate(steps, 1):
             if subprocess.run(step, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode:
@@ -172,7 +209,9 @@ def make(environment: Environment, lock: threading.Lock) -> str | None:
 def main() -> int:
     """Make the environments that were asked for, side by side."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("only", nargs="?", choices=["server", "vllm", "docs"], help="make this one alone; without it, server and vllm")
+    parser.add_argument(
+        "only", nargs="?", choices=["server", "vllm", "node", "docs"], help="make this one alone; without it, server and vllm"
+    )
     parser.add_argument("--torch-index", default=os.environ.get("TORCH_INDEX", ""))
     arguments = parser.parse_args()
     if sys.version_info[:2] != (3, 11):

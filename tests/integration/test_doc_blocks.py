@@ -36,7 +36,7 @@ PAGES = [
 BLOCK = re.compile(
     r"(?P<mark>^ *\*Not run by the tests[^`*]*(?:`[^`]*`[^`*]*)*\*\n\n)?^ *```(?P<kind>\w*)\n(?P<text>.*?)^ *```$", re.M | re.S
 )
-KINDS = {"bash", "python", "sql", "toml", "json", "xml", "console", ""}
+KINDS = {"bash", "python", "sql", "toml", "json", "xml", "console", "javascript", ""}
 SERVICES = {"store", "queue", "gateway", "environments", "worker", "rewards"}
 TASKS = "".join(json.dumps({"task_id": f"t{number}", "input": number}) + "\n" for number in range(2))
 FILES = {
@@ -100,6 +100,8 @@ def test_doc_blocks_have_a_kind_that_is_run_or_compared() -> None:
             assert (ROOT / file).exists(), block.place
     # Those of the queue's HTTP interface are run, and their answers compared, by tests/integration/test_queue_docs.py.
     assert {block.page for block in blocks("console")} <= {"docs/guides/queue.md"}
+    # Run by tests/integration/test_loop.py.
+    assert [block.page for block in blocks("javascript")] == ["docs/guides/runner.md"]
 
 
 @pytest.mark.parametrize("block", blocks("bash", marked=True), ids=lambda block: block.place)

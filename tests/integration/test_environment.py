@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import threading
 import venv
@@ -65,7 +66,10 @@ def test_environment_held_waits_for_other_holder(
 
 def test_environments_are_pinned_completely(environment: ModuleType) -> None:
     known = environment.environments("")
-    assert sorted(known) == ["docs", "server", "vllm"]
+    assert sorted(known) == ["docs", "node", "server", "vllm"]
+    locked = json.loads(known.pop("node").sources[0].read_text())["packages"]
+    assert [name for name, package in locked.items() if name and not {"version", "integrity"} <= package.keys()] == []
+    assert [name for name, package in locked.items() if "resolved" in package] == [], "packages come from the registry that npm is set to"
     for pinned in known.values():
         lines = [line for line in pinned.sources[0].read_text().splitlines() if line and not line.startswith("#")]
         assert [line for line in lines if "==" not in line] == []

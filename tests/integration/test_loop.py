@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 import time
 import uuid
@@ -33,6 +34,7 @@ from transition_builder.loop import build_once
 pytestmark = pytest.mark.vllm
 
 AGENTS = Path(__file__).resolve().parent.parent / "agents"
+NODE = Path(__file__).parents[2] / ".venv-node" / "node_modules"
 ASK = CallableAgent("plain_agents:ask", directory=AGENTS)
 TASKS = [Task("lima", {"city": "lima"}), Task("rome", {"city": "rome"})]
 
@@ -291,6 +293,28 @@ def test_loop_program_without_instrumentation_is_recorded_under_root_span(gatewa
         " WHERE t.RunId = {run:String}",
     )
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
+
+
+@pytest.mark.skipif(not (NODE.is_dir() and shutil.which("node")), reason="no Node, or no packages of `make node`")
+def test_loop_program_in_javascript_is_one_rollout_with_its_tools(
+    gateway: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/guides/runner.md").read_text()
+    (tmp_path / "agent.mjs").write_text(page.partition("```javascript\n")[2].partition("```")[0])
+    (tmp_path / "node_modules").symlink_to(NODE)
+    monkeypatch.setenv("OTEL_NODE_RESOURCE_DETECTORS", "env")
+    settings = own_run(gateway)
+    command = ("node", "--import", "@opentelemetry/auto-instrumentations-node/register", "agent.mjs")
+    agent = CommandAgent(command, directory=tmp_path, evaluator=f"{AGENTS / 'half.py'}:reward")
+    before = ask(settings, "SELECT uniqExact(TraceId) FROM spangrad.rollout_spans WHERE RolloutId = TraceId")
+    outcomes = roll_out(settings, agent, TASKS, tmp_path, size=2)
+    assert [(outcome.reward, outcome.failure, outcome.calls) for outcome in outcomes] == [({"reward": 0.5}, None, 1)] * 4
+    build_all(settings, 4)
+    tools = "SELECT RolloutId, count(), any(ToolName) FROM spangrad.tool_calls WHERE RunId = {run:String} GROUP BY RolloutId"
+    assert sorted(ask(settings, tools)) == sorted((outcome.key.rollout_id, 1, "lookup") for outcome in outcomes)
+    calls = "SELECT count(), uniqExact(RolloutId), sum(length(ResponseIds) > 0) FROM spangrad.transitions WHERE RunId = {run:String}"
+    assert ask(settings, calls) == [(4, 4, 4)]
+    assert ask(settings, "SELECT uniqExact(TraceId) FROM spangrad.rollout_spans WHERE RolloutId = TraceId") == before, "no trace on its own"
 
 
 def test_loop_in_direct_mode_builds_from_spans_of_agent(engine: Settings, store: StoreSettings, tmp_path: Path) -> None:
