@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,8 @@ _NOT_FOR_HOSTS = frozenset(
     }
 )
 """Variables that each attempt gets itself, and those that would send its spans to another store."""
+_INTERPRETER = re.compile(r"python[\d.]*|uv|poetry|node|npx|bun|deno|java|ruby|php|perl|sh|bash")
+_SCRIPT = re.compile(r".+\.(py|[cm]?[jt]s|jar|rb|php|pl|sh)")
 _TOOLS_TOKEN = variable_of("runner.sandbox.token")
 """Variable of a secret that workers do not use, but `spangrad tools` of an agent: what its model writes runs behind it anyway."""
 
@@ -97,8 +100,10 @@ class CommandAgent(_Agent):
 
     @property
     def name(self) -> str:
-        """Service name of its spans, unless the environment sets another one."""
-        return Path(self.command[0]).name if self.command else "agent"
+        """Service name of its spans, unless the environment sets another one: the program, or the script that an interpreter runs."""
+        program = next(iter(self.command), "agent")
+        scripts = (word for word in self.command[1:] if _SCRIPT.fullmatch(word))
+        return Path(next(scripts, program) if _INTERPRETER.fullmatch(Path(program).name) else program).name
 
     def host_arguments(self) -> list[str]:
         """Return the arguments of the agent host."""

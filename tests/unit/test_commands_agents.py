@@ -185,3 +185,17 @@ def test_up_with_unknown_option_of_the_agent_exits_2(words: tuple[str, ...], cap
 )
 def test_first_and_last_line_of_a_failure_repeats_nothing(text: str, line: str) -> None:
     assert first_and_last_line(text) == line
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("bin/solve", "rules.py"), "solve"),
+        (("/usr/bin/python3.11", "-u", "my/agent.py", "other.py"), "agent.py"),
+        (("node", "--import", "@opentelemetry/auto-instrumentations-node/register", "agent.mjs"), "agent.mjs"),
+        (("python", "-m", "agent"), "python"),
+        (("sh", "-c", "echo 1"), "sh"),
+    ],
+)
+def test_service_name_of_a_program_is_that_of_its_script(command: tuple[str, ...], name: str) -> None:
+    assert CommandAgent(command).name == name
