@@ -54,6 +54,8 @@ class DistributedWorkers:
             raise
 
     def _start(self, model: Path, settings: TrainerSettings, objective: Objective | None) -> None:
+        from omegaconf import OmegaConf
+
         from trainer.distributed.row_queue import RowQueue
         from trainer.distributed.store_trainer import StoreTrainer
         from trainer.distributed.worker_group import RankCalls, worker_group
@@ -70,6 +72,7 @@ class DistributedWorkers:
             controller = RowQueue.open(settings.workers.nodes)
             self._has_queue = True
         config = compose(model, _everywhere(settings), self.device, objective)
+        OmegaConf.resolve(config)  # verl's trainer takes sections out of it
         self._trainer = StoreTrainer(config, self._cluster, worker_group(self._calls, environment, self.device))
         self._trainer.init()
         self.everywhere("take_charge", controller)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import get_device_name
 from verl.workers.config import TrainingWorkerConfig
@@ -57,9 +57,9 @@ class ActorWorker(Rank, ActorRolloutRefWorker):  # pyright: ignore[reportIncompa
         """
         join_group()
         self._gpu = GpuOfProcess()
-        config = copy.deepcopy(config)
         settings, self._objective, self._device = settings_of(config)
         if role == "ref":
+            config = copy.deepcopy(config)
             held = settings.loss.reference or settings.model
             assert held is not None  # checked
             with open_dict(config):
@@ -115,11 +115,16 @@ def local_rank(model: Path, settings: TrainerSettings, device: str, objective: O
         SettingsError: the settings cannot be carried out.
     """
     config = compose(model, settings, device, objective)
-    policy = ActorWorker(config.actor_rollout_ref, "actor")
+    section = config.actor_rollout_ref
+    for read in (section.actor, section.model):
+        OmegaConf.resolve(read)  # as is what else is used: most interpolations are of sections that this process has no use for
+    policy = ActorWorker(section, "actor")
     models: dict[ModelRole, Any] = {ModelRole.POLICY: policy.load_models()}
-    if config.actor_rollout_ref.actor.use_kl_loss:
-        models[ModelRole.REFERENCE] = ActorWorker(config.actor_rollout_ref, "ref").load_models()
+    if section.actor.use_kl_loss:
+        OmegaConf.resolve(section.ref)
+        models[ModelRole.REFERENCE] = ActorWorker(section, "ref").load_models()
     if config.critic.enable:
+        OmegaConf.resolve(config.critic)
         chosen: Any = omega_conf_to_dataclass(config.critic)
         critic = CriticWorker(critic_config(chosen))
         critic.load_models()
