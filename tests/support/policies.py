@@ -159,6 +159,12 @@ def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:
 
 def sample(model: Path, prompt: list[int], length: int, temperature: float, *, seed: int) -> tuple[list[int], list[float]]:
     """A response of `length` tokens, and the logprob of each."""
+    response, logprobs = _sample(model, tuple(prompt), length, temperature, seed)
+    return [*response], [*logprobs]
+
+
+@lru_cache(maxsize=4096)
+def _sample(model: Path, prompt: tuple[int, ...], length: int, temperature: float, seed: int) -> tuple[list[int], list[float]]:
     import torch
 
     rng = torch.Generator().manual_seed(seed)
