@@ -17,7 +17,7 @@ from spangrad.errors import CheckpointError
 from spangrad.processes import wait_until
 from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_learning import Correction
-from tests.support.policies import NO_ALARM, chained, distribution, logprobs_of, padded, sampled_rows, trainer_settings
+from tests.support.policies import NO_ALARM, chained, distribution, logprobs_of, padded, perturbed, sampled_rows, trainer_settings
 from tests.support.trainers import save, written
 from trainer.credit import learning
 from trainer.credit.estimators import over_tokens
@@ -207,16 +207,14 @@ def test_kl_reference_keeps_policy_near_it(tiny_model: Path, tmp_path: Path):
     """The KL term is verl's estimate from the weights of trainer.loss.reference, and a large weight keeps the policy near them."""
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    from examples.two_tools.model import build_model
-
-    build_model(tmp_path, seed=1)
+    reference = perturbed(tiny_model, tmp_path / "reference")
     rows = pl.DataFrame(sampled_rows(tiny_model, 24, temperature=1.0, seed=1))
     pairs = list(zip(rows["PromptIds"].to_list(), rows["ResponseIds"].to_list(), strict=True))
-    policy, held = (padded([logprobs_of(model, prompt, response) for prompt, response in pairs]) for model in (tiny_model, tmp_path))
+    policy, held = (padded([logprobs_of(model, prompt, response) for prompt, response in pairs]) for model in (tiny_model, reference))
     mask = padded([[1.0] * len(response) for _, response in pairs])
     losses: dict[str, float] = {}
     for how in ("low_var_kl", "abs", "k3+"):
-        settings = trainer_settings(kl_coef=0.5, kl_type=how, reference=tmp_path)
+        settings = trainer_settings(kl_coef=0.5, kl_type=how, reference=reference)
         metrics = VerlOptimizer(tiny_model, settings).step(fresh(tiny_model))
         expected = float((kl_penalty(policy, held, how) * mask).sum() / mask.sum())
         assert metrics["reference_kl"] == pytest.approx(expected, rel=1e-4)
@@ -226,10 +224,8 @@ def test_kl_reference_keeps_policy_near_it(tiny_model: Path, tmp_path: Path):
 
 
 def test_kl_reference_without_advantages_pulls_policy_back(tiny_model: Path, tmp_path: Path):
-    from examples.two_tools.model import build_model
-
-    build_model(tmp_path, seed=1)
-    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, kl_coef=1.0, reference=tmp_path))
+    reference = perturbed(tiny_model, tmp_path / "reference")
+    engine = VerlOptimizer(tiny_model, trainer_settings(learning_rate=RATE, kl_coef=1.0, reference=reference))
     batch = fresh(tiny_model)
     still = replace(batch, advantages=np.zeros_like(batch.advantages), staleness=np.full_like(batch.staleness, -1))
     steps = [engine.step(still) for _ in range(6)]

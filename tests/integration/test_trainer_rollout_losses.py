@@ -14,7 +14,7 @@ import torch
 
 from spangrad.settings import TrainerSettings
 from tests.conftest import DocsTable
-from tests.support.policies import NO_ALARM, PROMPT, distribution, logprobs_of, padded, sample, trainer_settings, transition_row
+from tests.support.policies import NO_ALARM, PROMPT, distribution, logprobs_of, padded, perturbed, sample, trainer_settings, transition_row
 from tests.support.trainers import loss_settings, mostly_slow
 from trainer.credit import learning
 from trainer.credit.learning import LOSSES, merges
@@ -258,12 +258,10 @@ def _gradient_norm(model: Path, settings: TrainerSettings, rows: pl.DataFrame, w
 
 def test_entropy_and_reference_kl_are_aggregated_by_rollout(tiny_model: Path, tmp_path: Path):
     """Merged rows hold whole rollouts here, so that verl's own aggregation of them is the measure."""
-    from examples.two_tools.model import build_model
-
-    build_model(tmp_path, seed=3)
+    reference = perturbed(tiny_model, tmp_path / "reference")
     rows, worth = trajectories(tiny_model)
     whole = rows["RolloutId"] != "r4"
-    settings = trainer_settings(loss__aggregation="seq-mean-token-mean", entropy_coef=0.3, kl_coef=0.2, reference=tmp_path)
+    settings = trainer_settings(loss__aggregation="seq-mean-token-mean", entropy_coef=0.3, kl_coef=0.2, reference=reference)
     apart, merged = (
         step(tiny_model, settings.model_copy(update={"merge": how}), rows.filter(whole), worth.filter(whole)) for how in (False, True)
     )
