@@ -16,8 +16,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Sp
 
 from span_processors.otlp_http import Poster
 from spangrad.settings import StoreSettings
-from spangrad.store.clickhouse import connect
 from tests.support.dialects import golden_files
+from tests.support.servers import client_of
 from transition_builder import dialects
 from transition_builder.dialects.answers import ANSWER_SQL, with_modality
 
@@ -134,7 +134,7 @@ def test_answer_sql_reads_ids_of_every_dialect(store: StoreSettings, attributes:
     trace = uuid.uuid4().hex
     (own,) = sent(store, trace, [("a", "answered", attributes)])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
-    rows = connect(store).query(ANSWER_SQL, parameters).result_rows
+    rows = client_of(store).query(ANSWER_SQL, parameters).result_rows
     width = len(NOTHING)
     assert sorted((tuple(row[:2]), tuple(row[2 : 2 + width])) for row in rows) == [((trace, own), _placed(row)) for row in expected]
     sampling = tuple(SAMPLING.values())
@@ -172,7 +172,7 @@ def test_answer_sql_returns_structure_of_content_of_first_choice(
     answer = {**ANSWER, "choices": [{**CHOICE, "index": index, "message": message} for index in (0, 1)]}
     (own,) = sent(store, trace, [("a", "answered", {"input.value": json.dumps(request_fields), "output.value": json.dumps(answer)})])
     parameters = {"services": ("answers",), "names": ("answered",), "traces": (trace,), "spans": (own,), "first": START, "last": START}
-    rows = connect(store).query(f"SELECT ChoiceIndex, Contents FROM ({ANSWER_SQL}) ORDER BY ChoiceIndex", parameters).result_rows
+    rows = client_of(store).query(f"SELECT ChoiceIndex, Contents FROM ({ANSWER_SQL}) ORDER BY ChoiceIndex", parameters).result_rows
     assert [(index, [json.loads(text) for text in texts]) for index, texts in rows] == [(0, [[], *expected]), (1, [])]
 
 
@@ -202,7 +202,7 @@ def test_model_span_sql_misses_no_call_of_any_dialect(store: StoreSettings) -> N
     ]
     ids = sent(store, trace, renamed)
     asked = f"SELECT SpanId FROM spangrad.rollout_spans WHERE TraceId = {{t:String}} AND {dialects.MODEL_SPAN_SQL}"
-    selected = {row[0] for row in connect(store).query(asked, {"t": trace}).result_rows}
+    selected = {row[0] for row in client_of(store).query(asked, {"t": trace}).result_rows}
     calls = nodes.select(pl.any_horizontal("IsClient", "IsModel", "IsEngine", "IsSuspect")).to_series().to_list()
     missed = [listed[place] for place, own in enumerate(ids) if calls[place] and own not in selected]
     assert missed == []

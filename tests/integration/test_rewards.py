@@ -16,9 +16,8 @@ from commands.data.rewards import rewards
 from spangrad.errors import BuilderError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
 from spangrad.store import datasets
-from spangrad.store.clickhouse import connect
 from tests.support.built_rollouts import post
-from tests.support.servers import running_store, store_settings
+from tests.support.servers import client_of, running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import loop
 from transition_builder.rewards import sql
@@ -33,7 +32,7 @@ class World:
     def __init__(self, store: StoreSettings) -> None:
         self.run = f"rewards-{uuid.uuid4().hex[:8]}"
         self.store = store
-        self.client = connect(store)
+        self.client = client_of(store)
         self.spans = SpanFactory(run=self.run)
         self.calls = dict[str, str]()
         for name, (tokens, finish, status) in {"A": (2, "stop", "Ok"), "B": (4, "length", "Error")}.items():
@@ -273,7 +272,7 @@ def test_rules_read_direct_mode_answers_of_each_convention(
     post(store, spans.otlp())
     rule = AirRule(name="form", kind="unparsable_output", reward=-1.0, form="yes")
     loop.build_once(Settings(store=store, builder=BuilderSettings(dataset=run, quiet_seconds=0, rules=(rule,))))
-    given = connect(store).query(f"SELECT Name, Value FROM spangrad.rewards WHERE RunId = '{run}' ORDER BY Name").result_rows
+    given = client_of(store).query(f"SELECT Name, Value FROM spangrad.rewards WHERE RunId = '{run}' ORDER BY Name").result_rows
     assert [tuple(row) for row in given] == [("form", -1.0), ("reward", 1.0)]
 
 

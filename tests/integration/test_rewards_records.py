@@ -25,9 +25,9 @@ from gateway.recorder.record import SAMPLING_DEFAULTS
 from spangrad import semconv
 from spangrad.errors import BuilderError, RuleError
 from spangrad.settings import AirRule, BuilderSettings, Settings, StoreSettings
-from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support.built_rollouts import post, rows
+from tests.support.servers import client_of
 from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.source.queries import StoreReader
@@ -212,7 +212,7 @@ def test_air_python_rule_sees_attributes_of_events_and_logs(
 
 def test_air_rules_count_records_delivered_twice_once(store: StoreSettings, run: str) -> None:
     agent(store, run)
-    client = connect(store)
+    client = client_of(store)
     for table, column in (
         ("otel_traces", "SpanAttributes['spangrad.run.id']"),
         ("otel_logs", "concat('', ResourceAttributes['service.instance.id'])"),
@@ -251,7 +251,7 @@ def test_air_late_log_record_makes_no_revision(store: StoreSettings, run: str) -
     build(settings, run)
     spans = f"SELECT TraceId, SpanId FROM otel.otel_traces WHERE SpanName = 'read' AND SpanAttributes['spangrad.run.id'] = '{run}'"
     columns = "Timestamp, TraceId, SpanId, SeverityNumber, Body"
-    connect(store).command(f"INSERT INTO otel.otel_logs ({columns}) SELECT now64(9), TraceId, SpanId, 21, 'late' FROM ({spans})")
+    client_of(store).command(f"INSERT INTO otel.otel_logs ({columns}) SELECT now64(9), TraceId, SpanId, 21, 'late' FROM ({spans})")
     build(settings, run)
     assert rows(store, f"SELECT max(Revision) FROM spangrad_internal.builds WHERE RunId = '{run}'") == [(0,)]
     # Whoever builds the rollout later sees it.

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spangrad.settings import BuilderSettings, Settings, StoreSettings
-from spangrad.store.clickhouse import connect
 from tests.support.built_rollouts import outcome, post, settings_of
+from tests.support.servers import client_of
 from tests.support.spans import SpanFactory
 from transition_builder.completeness.resolve import claim, owners_at_hand, resolve
 from transition_builder.loop import build_once
@@ -93,7 +93,7 @@ def insert(client: Any, prefix: str, rows: list[tuple[int, Row]]) -> None:
 def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
     store: StoreSettings, rows: list[Row], cut: int, again: int
 ) -> None:
-    prefix, client = f"{uuid.uuid4().hex[:8]}-", connect(store)
+    prefix, client = f"{uuid.uuid4().hex[:8]}-", client_of(store)
     numbered = list(enumerate(rows))
     for delivery in (numbered[:cut], numbered[cut:], numbered[again:]):
         insert(client, prefix, delivery)
@@ -188,7 +188,7 @@ def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(s
 
     def tools(run: str) -> list[Any]:
         sql = f"SELECT RolloutId, ToolCalls FROM spangrad.rollouts WHERE RunId = '{run}' ORDER BY RolloutId"
-        return [tuple(row) for row in connect(store).query(sql).result_rows]
+        return [tuple(row) for row in client_of(store).query(sql).result_rows]
 
     together, apart = spans_of("beside"), spans_of("apart")
     post(store, together.otlp())

@@ -6,10 +6,10 @@ import uuid
 from typing import Any
 
 from spangrad.settings import StoreSettings
-from spangrad.store.clickhouse import connect
 from spangrad.store.lineage import of_version
 from spangrad.store.rollout.reader import read, similar_ids
 from tests.support.built_rollouts import post
+from tests.support.servers import client_of
 from tests.support.spans import SpanFactory
 
 ROLLOUTS = 20_000
@@ -47,7 +47,7 @@ class CountingClient:
     """A client that remembers how many rows each statement reads by its plan."""
 
     def __init__(self, store: StoreSettings) -> None:
-        self._client = connect(store)
+        self._client = client_of(store)
         self.rows_read: list[tuple[str, int]] = []
 
     def query(self, sql: str, **arguments: Any) -> Any:
@@ -59,7 +59,7 @@ class CountingClient:
 def test_read_rollout_without_group_reads_no_builds_of_others(store: StoreSettings) -> None:
     run, client = f"ungrouped-{uuid.uuid4().hex[:8]}", CountingClient(store)
     for statement in (BUILDS, SPAN):
-        connect(store).command(statement, parameters={"run": run})
+        client_of(store).command(statement, parameters={"run": run})
 
     record: Any = read(client, f"{run}-7", lambda rows: [("llm", "", "") for _ in rows])  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def test_similar_ids_of_unknown_rollout_reads_no_spans_of_others(store: StoreSet
     client, spans = CountingClient(store), SpanFactory(run="similar")
     spans.root("similar-1")
     post(store, spans.otlp())
-    connect(store).command(TRACES)
+    client_of(store).command(TRACES)
 
     sentences = [similar_ids(client, id_, None) for id_ in ("similar-2", "unknown")]  # type: ignore[arg-type]
 
@@ -82,7 +82,7 @@ def test_similar_ids_of_unknown_rollout_reads_no_spans_of_others(store: StoreSet
 def test_lineage_of_version_reads_rollouts_of_its_batch_only(store: StoreSettings) -> None:
     policy, client = f"policy-{uuid.uuid4().hex[:8]}", CountingClient(store)
     for statement in (VERSIONS, BATCHES):
-        connect(store).command(statement, parameters={"policy": policy})
+        client_of(store).command(statement, parameters={"policy": policy})
 
     lineage = of_version(client, policy, 120, None, depth=1)  # type: ignore[arg-type]
 

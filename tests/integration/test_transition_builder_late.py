@@ -12,7 +12,7 @@ from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
-from tests.support.servers import running_store, store_settings
+from tests.support.servers import client_of, running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
@@ -40,7 +40,7 @@ class Slow:
         columns = [f"'{value}' AS {name}" for name, value in (facts | {"ParentSpanId": parent}).items()]
         columns += [f"fromUnixTimestamp64Micro({self._began}) AS IngestedAt", f"{2**64 - 1 - self._began} AS DedupRank"]
         for table in ("calls", "rollout_spans"):
-            connect(self._store).command(
+            client_of(self._store).command(
                 f"INSERT INTO {stored(table)} SELECT * REPLACE ({', '.join(columns)}) FROM "
                 f"(SELECT * FROM {stored(table)} WHERE RolloutKey = '{self._run}' AND SpanId = '{self.span}')"
             )

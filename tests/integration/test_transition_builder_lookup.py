@@ -18,7 +18,7 @@ from spangrad.settings import BuilderSettings, Selection, Settings, StoreSetting
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from tests.support.built_rollouts import post, settings_of
-from tests.support.servers import running_store, store_settings
+from tests.support.servers import client_of, running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.completeness.complete import decide, facts
@@ -67,7 +67,7 @@ class Recording:
 
 def named(store: StoreSettings, rollouts: range) -> pl.DataFrame:
     sql = f"SELECT {WORKLOAD.id_sql('number')} AS RolloutId, {WORKLOAD.trace_sql('number')} AS TraceId FROM numbers"
-    frame = pl.from_arrow(connect(store).query_arrow(f"{sql}({rollouts.start}, {len(rollouts)})", use_strings=True))
+    frame = pl.from_arrow(client_of(store).query_arrow(f"{sql}({rollouts.start}, {len(rollouts)})", use_strings=True))
     assert isinstance(frame, pl.DataFrame)
     return frame
 
@@ -80,7 +80,7 @@ def read(source: RolloutReader, rollouts: pl.DataFrame) -> Frames:
 
 def everything(store: StoreSettings, table: str, schema: Schema) -> pl.DataFrame:
     columns = ", ".join("toUnixTimestamp64Nano(Timestamp) AS Timestamp" if name == "Timestamp" else name for name in schema)
-    frame = pl.from_arrow(connect(store).query_arrow(f"SELECT {columns} FROM {stored(table)} FINAL", use_strings=True))
+    frame = pl.from_arrow(client_of(store).query_arrow(f"SELECT {columns} FROM {stored(table)} FINAL", use_strings=True))
     assert isinstance(frame, pl.DataFrame)
     return conform(frame, schema)
 
@@ -94,7 +94,7 @@ def comparable(frame: pl.DataFrame) -> pl.DataFrame:
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
 def test_rollout_reader_read_equals_full_scan(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[0])
-    frames = read(RolloutReader(connect(full), Settings(store=full)), rollouts)
+    frames = read(RolloutReader(client_of(full), Settings(store=full)), rollouts)
     ours = pl.col("RolloutKeySource") == "rollout"
     of_them = (ours & pl.col("RolloutKey").is_in(rollouts["RolloutId"].implode())) | (
         ~ours & pl.col("TraceId").is_in(rollouts["TraceId"].implode())
@@ -109,7 +109,7 @@ def test_rollout_reader_read_equals_full_scan(full: StoreSettings, run: int) -> 
 
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
 def test_rollout_reader_few_rollouts_are_read_without_scan(full: StoreSettings, run: int) -> None:
-    recording = Recording(connect(full))
+    recording = Recording(client_of(full))
     rollouts = named(full, WORKLOAD.steps(run)[1][:8])
     frames = read(RolloutReader(recording, Settings(store=full)), rollouts)  # type: ignore[arg-type]
     assert (frames.rollouts.height, frames.calls.height) == (8, 8 * 8)
@@ -131,7 +131,7 @@ def test_rollout_reader_begun_read_is_taken_by_the_same_rollouts(full: StoreSett
     first, second = (named(full, WORKLOAD.steps(FOREIGN_RUN)[2][start : start + 4]) for start in (16, 20))
 
     def read_arrivals(*begun: pl.DataFrame) -> tuple[pl.DataFrame, int]:
-        recording = Recording(connect(full))
+        recording = Recording(client_of(full))
         source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
         for rollouts in begun:
             source.begin(rollouts)
@@ -147,7 +147,7 @@ def test_rollout_reader_begun_read_is_taken_by_the_same_rollouts(full: StoreSett
 
 
 def test_rollout_reader_calls_of_few_rollouts_are_read_once(full: StoreSettings) -> None:
-    recording = Recording(connect(full))
+    recording = Recording(client_of(full))
     source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
     rollouts = named(full, WORKLOAD.steps(0)[2][8:16])
     arrivals = source.arrivals(rollouts)
@@ -165,7 +165,7 @@ def test_rollout_reader_many_calls_are_not_read_ahead(full: StoreSettings, monke
     rollouts = named(full, WORKLOAD.steps(0)[2][24:28])
     for most, statements in ((32, 1), (31, 0)):
         monkeypatch.setattr("transition_builder.source.rollouts._FEW_CALLS", most)
-        recording = Recording(connect(full))
+        recording = Recording(client_of(full))
         source = RolloutReader(recording, Settings(store=full))  # type: ignore[arg-type]
         arrivals = source.arrivals(rollouts)
         source._calls_ahead._thread.shutdown()  # waits for what was begun
@@ -176,7 +176,7 @@ def test_rollout_reader_many_calls_are_not_read_ahead(full: StoreSettings, monke
 @pytest.mark.parametrize("run", [0, FOREIGN_RUN])
 def test_rollout_reader_reports_dropped_attributes_once(full: StoreSettings, run: int) -> None:
     rollouts = named(full, WORKLOAD.steps(run)[2][:2])
-    client = connect(full)
+    client = client_of(full)
     source = RolloutReader(client, Settings(store=full))
     agents = read(source, rollouts).spans.filter(pl.col("SpanName") == "agent").sort("TraceId")
     trace, span = agents.select("TraceId", "SpanId").row(0)
@@ -201,7 +201,7 @@ def test_rollout_reader_call_in_one_table_only_has_not_arrived(store: StoreSetti
         urllib.request.urlopen(request, timeout=30).close()
 
     post()
-    client = connect(store)
+    client = client_of(store)
     client.command(f"DELETE FROM spangrad_internal.calls WHERE RunId = 'torn' AND SpanId = '{calls[1]}'")
     builder = Builder(Settings(store=store, builder=BuilderSettings(selection=Selection(agents=".*|torn"))))
     builder.build_ready()
@@ -220,7 +220,7 @@ def test_rollout_reader_rootless_call_in_one_table_only_has_not_arrived(store: S
     for row in (*spans.spans, *spans.calls):
         row |= {"RunId": "", "Mode": "", "RolloutKey": trace, "RolloutKeySource": "trace"}
     post(store, spans.otlp())
-    client = connect(store)
+    client = client_of(store)
     client.command(f"DELETE FROM spangrad_internal.calls WHERE TraceId = '{trace}'")
     settings = settings_of(store, "torn-alone", quiet_seconds=0)
     builder = Builder(settings)
@@ -235,5 +235,5 @@ def test_rollout_reader_rootless_call_in_one_table_only_has_not_arrived(store: S
 
 def test_rollout_reader_arrivals_accept_any_key_text(store: StoreSettings) -> None:
     names = ["file('/etc/passwd')", "into outfile", "o'clock \\ --", "ü\x00,"]
-    nothing = RolloutReader(connect(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
+    nothing = RolloutReader(client_of(store), Settings(store=store)).arrivals(pl.DataFrame({"RolloutId": names, "TraceId": names}))
     assert nothing.is_empty()

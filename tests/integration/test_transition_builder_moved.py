@@ -8,8 +8,9 @@ import polars as pl
 import pytest
 
 from spangrad.settings import Settings, StoreSettings
-from spangrad.store.clickhouse import connect, constant
+from spangrad.store.clickhouse import constant
 from tests.support.built_rollouts import outcome, post, revisions, rows, settings_of
+from tests.support.servers import client_of
 from tests.support.spans import SpanFactory
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
@@ -186,5 +187,5 @@ def test_builder_removed_root_span_is_not_waited_for(store: StoreSettings) -> No
     builder = Builder(settings_of(store, "gone"))
     assert builder.build_ready().waiting > 0
     waited = builder.build_ready().waiting
-    connect(store).command("DELETE FROM spangrad_internal.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
+    client_of(store).command("DELETE FROM spangrad_internal.rollout_spans WHERE RunId = 'gone' AND SpanName = 'rollout'")
     assert builder.build_ready().waiting < waited

@@ -8,9 +8,10 @@ import polars as pl
 import pytest
 
 from spangrad.settings import AirRule, Settings, StoreSettings
-from spangrad.store.clickhouse import connect, constant
+from spangrad.store.clickhouse import constant
 from tests.support.built_rollouts import outcome, post, rows, settings_of
 from tests.support.policies import trainer_settings
+from tests.support.servers import client_of
 from tests.support.spans import SpanFactory
 from trainer.data.source import Group, GroupReader
 from transition_builder.loop import build_once
@@ -56,14 +57,14 @@ def test_build_once_session_of_any_name_is_built(store: StoreSettings, names: li
         f"SELECT RolloutId, count() FROM spangrad.transitions WHERE BuildSpec = '{settings.builder.spec}' "
         "AND RolloutId IN {names:Array(String)} GROUP BY ALL"
     )
-    stored = connect(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
+    stored = client_of(store).query(kept.replace("{names:Array(String)}", constant(names)), settings={"max_query_size": 2**24}).result_rows
     assert sorted(tuple(row) for row in stored) == sorted((name, 1) for name in names)
 
 
 def test_build_once_session_of_invalid_utf8_is_built(store: StoreSettings) -> None:
     """A session whose id is no valid UTF-8, as other writers may fill the table."""
     trace = SpanFactory.trace("names-bytes")
-    connect(store).command(
+    client_of(store).command(
         "INSERT INTO otel.otel_traces (Timestamp, TraceId, SpanId, SpanName, ServiceName, ScopeName, SpanAttributes, Duration, StatusCode) "
         f"SELECT now64(9), '{trace}', '00000000000000aa', 'chat', 'svc', 'x', map('gen_ai.operation.name', 'chat', "
         "'gen_ai.request.model', 'm', 'session.id', unhex('61ff62')), 5, 'Ok'"
@@ -102,7 +103,7 @@ def test_group_reader_groups_of_any_name_are_loaded(store: StoreSettings) -> Non
         spans.root(f"{name} of url()", calls=0, failure=failure, GroupId=name, GroupSize=1)
     post(store, spans.otlp())
     build_once(built_by)
-    source = GroupReader(connect(store), settings)
+    source = GroupReader(client_of(store), settings)
     groups = source.ready()
     assert sorted(groups, key=str) == [Group(run, "train", settings.builder.spec, name) for name in names]
     loaded = source.load(groups)
@@ -119,6 +120,6 @@ def test_store_reader_insert_statement_in_url_or_body_writes_same_rows(
     monkeypatch.setattr(queries, "_COPIED_BYTES", copied_bytes)
     names = ["see s3(bucket)", "FORMAT Values\n('a')", "o'clock \\ --", "ü\x01,", ""]
     claims = pl.DataFrame({"BuildSpec": f"spec {copied_bytes}", "RunId": names, "RolloutId": names, "Builder": "me"})
-    queries.StoreReader(connect(store), Settings(store=store)).insert("claims", claims)
+    queries.StoreReader(client_of(store), Settings(store=store)).insert("claims", claims)
     stored = rows(store, f"SELECT RunId, RolloutId, Builder FROM spangrad_internal.claims WHERE BuildSpec = 'spec {copied_bytes}'")
     assert sorted(stored) == sorted((name, name, "me") for name in names)

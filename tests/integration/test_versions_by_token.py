@@ -25,11 +25,10 @@ import pytest
 from examples.two_tools.model import random_llama
 from spangrad.processes import wait_until
 from spangrad.settings import BuilderSettings, Settings, StoreSettings, TrainerSettings
-from spangrad.store.clickhouse import connect
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from tests.support.policies import Reference, perturbed, trainer_settings
 from tests.support.processes import VLLM_PYTHON, engine_settings, fetch, gateway_settings, running_engine, running_gateway
-from tests.support.servers import running_store, store_settings
+from tests.support.servers import client_of, running_store, store_settings
 from tests.support.spans import SpanFactory
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.ledger import Ledger
@@ -71,11 +70,7 @@ class World:
     store: StoreSettings
 
     def rows(self, query: str) -> list[dict[str, Any]]:
-        client = connect(self.store)
-        try:
-            return list(client.query(query).named_results())
-        finally:
-            client.close()
+        return list(client_of(self.store).query(query).named_results())
 
 
 @dataclass

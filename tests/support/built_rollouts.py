@@ -14,7 +14,6 @@ import polars as pl
 
 from spangrad.settings import BuilderSettings, Selection, Settings, StoreSettings
 from spangrad.store import datasets
-from spangrad.store.clickhouse import connect
 from spangrad.store.names import stored
 from spangrad.types import Mode, call_id, transition_id
 from spangrad.weights.checksums import tokenizer_hash
@@ -42,7 +41,7 @@ class BuiltRollouts:
     """Puts built rollouts into the store."""
 
     def __init__(self, settings: Settings, model: Path) -> None:
-        self.client = connect(settings.store)
+        self.client = servers.client_of(settings.store)
         self.run = settings.trainer.run_id
         self.model = model
         self.tokenizer = tokenizer_hash(model)
@@ -133,7 +132,7 @@ class StoredRollouts:
 
     def __init__(self, store: StoreSettings, name: str) -> None:
         self.store, self.name = store, name
-        self.client = connect(store)
+        self.client = servers.client_of(store)
         self.spec = hashlib.sha256(name.encode()).hexdigest()[:16]
         self.transitions: list[dict[str, Any]] = []
         self.drops: list[dict[str, Any]] = []
@@ -322,7 +321,7 @@ def settings_of(store: StoreSettings, run: str, **builder: Any) -> Settings:
 
 def rows(store: StoreSettings, sql: str) -> list[tuple[Any, ...]]:
     """An answer."""
-    return [tuple(row) for row in connect(store).query(sql).result_rows]
+    return [tuple(row) for row in servers.client_of(store).query(sql).result_rows]
 
 
 def outcome(store: StoreSettings, run: str) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:

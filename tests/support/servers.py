@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from email.message import Message
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -33,6 +34,9 @@ from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
 from spangrad.store.names import INTERNAL, STOCK
 from tests.support.processes import ForkedChild
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
 
 
 def service_addresses(engine_port: int) -> dict[str, object]:
@@ -123,13 +127,23 @@ def running_store(settings: StoreSettings, log: Path) -> Generator[Child]:
 
 def empty_store(settings: StoreSettings) -> None:
     """Delete all rows of a running store."""
-    with connect(settings) as client:
-        filled = client.query(
-            "SELECT concat(database, '.', name) FROM system.tables"
-            f" WHERE database IN {(STOCK, INTERNAL)} AND total_rows > 0 AND name != 'schema_migrations'"
-        )
-        for (table,) in filled.result_rows:
-            client.command(f"TRUNCATE TABLE {table}")
+    client = client_of(settings)
+    filled = client.query(
+        "SELECT concat(database, '.', name) FROM system.tables"
+        f" WHERE database IN {(STOCK, INTERNAL)} AND total_rows > 0 AND name != 'schema_migrations'"
+    )
+    for (table,) in filled.result_rows:
+        client.command(f"TRUNCATE TABLE {table}")
+
+
+def client_of(store: StoreSettings) -> Client:
+    """Return this process's one client of a store, never to be closed: to connect costs as much as several statements."""
+    return _client(store, os.getpid())
+
+
+@cache
+def _client(store: StoreSettings, _: int) -> Client:
+    return connect(store)
 
 
 def store_answers(settings: StoreSettings) -> bool:
