@@ -47,6 +47,10 @@ class Decoders:
 
     def commit(self, decoder: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[list[str]]]:
         """Commit requests by one decoder; return the refusals of each request, and all its rows as text."""
+        refused, names = self._send(decoder, requests)
+        return refused, self._rows(names)
+
+    def _send(self, decoder: str, requests: Sequence[ExportTraceServiceRequest]) -> tuple[list[Refused], list[str]]:
         bodies, names = list[TraceBody](), list[str]()
         for request in requests:
             names.append(f"route {next(_numbers)}")
@@ -55,22 +59,28 @@ class Decoders:
                 resource.resource.attributes.add(key="route").value.string_value = names[-1]
             bodies.append(trace_body(named, named.SerializeToString()))
         self.staging[decoder].commit(bodies)
-        return [body.refused for body in bodies], [self._rows(name) for name in names]
+        return [body.refused for body in bodies], names
 
-    def _rows(self, name: str) -> list[str]:
-        where = f"ResourceAttributes['route'] = '{name}'"
-        others = "mapFilter((k, v) -> k != 'route', ResourceAttributes)"
-        sql = f"SELECT hex(toString(tuple(* EXCEPT ResourceAttributes, {others}))) AS row FROM otel.otel_traces WHERE {where} ORDER BY row"
-        return [bytes.fromhex(line).decode() for line in self.asking.query(sql).body.decode().splitlines()]
+    def _rows(self, names: Sequence[str]) -> list[list[str]]:
+        route, others = "ResourceAttributes['route']", "mapFilter((k, v) -> k != 'route', ResourceAttributes)"
+        sql = f"""SELECT {route}, hex(toString(tuple(* EXCEPT ResourceAttributes, {others}))) AS row FROM otel.otel_traces
+            WHERE {route} IN ({", ".join(map(repr, names))}) ORDER BY row"""
+        rows: dict[str, list[str]] = {name: [] for name in names}
+        for line in self.asking.query(sql).body.decode().splitlines():
+            name, row = line.split("\t")
+            rows[name].append(bytes.fromhex(row).decode())
+        return [*rows.values()]
 
     def require_same(self, *requests: ExportTraceServiceRequest) -> list[Refused]:
         """Commit requests, together, by both decoders; compare."""
-        by_engine, by_python = self.commit("engine", requests), self.commit("python", requests)
+        (by_engine, names), (by_python, others) = (self._send(decoder, requests) for decoder in ("engine", "python"))
         assert by_engine == by_python
-        assert [len(rows) for rows in by_engine[1]] == [
-            spans(sent) - refused.count for sent, refused in zip(requests, by_engine[0], strict=True)
+        rows = self._rows([*names, *others])
+        assert rows[: len(names)] == rows[len(names) :]
+        assert list(map(len, rows[: len(names)])) == [
+            spans(sent) - refused.count for sent, refused in zip(requests, by_engine, strict=True)
         ]
-        return by_engine[0]
+        return by_engine
 
 
 @pytest.fixture(scope="module")
