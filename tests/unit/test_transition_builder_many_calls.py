@@ -125,10 +125,12 @@ def test_calls_before_each_event_are_those_of_a_search_without_bounds(shape: lis
     def unbounded(forest: Any, agents: Any, events: Any) -> Any:
         return np.full(len(events.node), np.iinfo(np.int64).max)
 
-    bounded = place(spans)
+    frames = spans.frames()
+    described = read(frames, frames.owners)
+    bounded = reconstruct(*described, frames.answers, frames.dropped)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preceding, "_bound", unbounded)
-        scanned = place(spans)
+        scanned = reconstruct(*described, frames.answers, frames.dropped)
     assert bounded.calls.rows() == scanned.calls.rows()
     assert bounded.caused.rows() == scanned.caused.rows()
 
