@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -84,44 +85,66 @@ TEST_FIGURES = re.compile(
 """Words and figures of speech that no test's name holds."""
 
 
+Placed = list[tuple[str, int]]
+"""Names or texts, with their lines."""
+
+
+@dataclass
+class Module:
+    """Names and texts of a module: its tree, which is much larger, is not kept."""
+
+    path: str
+    names: Placed
+    """Every name that it binds; those of short comprehensions left out."""
+    docstrings: Placed
+    """Docstrings of itself, its classes, functions and fields."""
+    functions: Placed
+    classes: list[str]
+    """Names of the classes that other modules may import."""
+    settings: list[tuple[str, str, str]]
+    """Class, name and docstring of each field of a section of settings."""
+
+
 @cache
-def modules(package: str) -> list[tuple[str, ast.Module]]:
-    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in sorted((ROOT / package).rglob("*.py"))]
+def modules(package: str) -> list[Module]:
+    return [module_of(path) for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-def bound_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Every name that a module binds, with its line; those of short comprehensions left out."""
-    short = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp)
-        and (node.end_lineno or node.lineno) - node.lineno < SHORT_LINES
-        for generator in node.generators
-        for name in ast.walk(generator.target)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in short:
-            yield node.id, node.lineno
-        elif isinstance(node, ast.arg):
-            yield node.arg, node.lineno
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node.lineno
-
-
-def docstrings(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Docstrings of a module, its classes, functions and fields, with their lines."""
-    for node in ast.walk(tree):
-        for text in ast.iter_child_nodes(node):
-            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                yield text.value.value, text.lineno
+def module_of(path: Path) -> Module:
+    tree = ast.parse(path.read_text())
+    module = Module(str(path.relative_to(ROOT)), [], [], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)], [])
+    short, nodes = set[ast.AST](), [tree]
+    for node in nodes:  # the list grows meanwhile: each node stands in it before those that it holds
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) if node not in short:
+                module.names.append((name, node.lineno))
+            case ast.arg(arg=name):
+                module.names.append((name, node.lineno))
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                module.names.append((name, node.lineno))
+                module.functions.append((name, node.lineno))
+            case ast.ClassDef(name=name):
+                module.names.append((name, node.lineno))
+                module.settings += fields(node)
+            case (
+                ast.ListComp(generators=generators)
+                | ast.SetComp(generators=generators)
+                | ast.DictComp(generators=generators)
+                | ast.GeneratorExp(generators=generators)
+            ) if (node.end_lineno or node.lineno) - node.lineno < SHORT_LINES:
+                short.update(name for generator in generators for name in ast.walk(generator.target))
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                module.docstrings.append((text, node.lineno))
+        nodes += ast.iter_child_nodes(node)
+    return module
 
 
 @pytest.mark.parametrize("package", [*PACKAGES, *BESIDE])
 def test_bound_names_of_packages_are_not_banned(package: str) -> None:
     assert [
-        f"{path}:{line}: {name}"
-        for path, tree in modules(package)
-        for name, line in bound_names(tree)
+        f"{module.path}:{line}: {name}"
+        for module in modules(package)
+        for name, line in module.names
         if name in BANNED or name.strip("_") in FIGURATIVE
     ] == []
 
@@ -129,9 +152,9 @@ def test_bound_names_of_packages_are_not_banned(package: str) -> None:
 @pytest.mark.parametrize("package", [*PACKAGES, *BESIDE])
 def test_docstrings_begin_with_a_verb_or_a_noun_phrase(package: str) -> None:
     wrong = [
-        f"{path}:{line}: {text.splitlines()[0]}"
-        for path, tree in modules(package)
-        for text, line in docstrings(tree)
+        f"{module.path}:{line}: {text.splitlines()[0]}"
+        for module in modules(package)
+        for text, line in module.docstrings
         if re.split(r"[^\w']", text, maxsplit=1)[0].lower() in BEGINNINGS
     ]
     assert wrong == []
@@ -140,21 +163,16 @@ def test_docstrings_begin_with_a_verb_or_a_noun_phrase(package: str) -> None:
 @pytest.mark.parametrize("package", [*PACKAGES, *BESIDE])
 def test_docstrings_of_packages_have_no_figures(package: str) -> None:
     wrong = [
-        f"{path}:{line}: {match[0]}"
-        for path, tree in modules(package)
-        for text, line in docstrings(tree)
+        f"{module.path}:{line}: {match[0]}"
+        for module in modules(package)
+        for text, line in module.docstrings
         if (match := FIGURES.search(text))
     ]
     assert wrong == []
 
 
 def test_names_of_tests_follow_subject_condition_expectation() -> None:
-    names = [
-        (f"{path}:{node.lineno}", node.name)
-        for path, tree in modules("tests")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-    ]
+    names = [(f"{module.path}:{line}", name) for module in modules("tests") for name, line in module.functions if name.startswith("test_")]
     assert len(names) > 1500
     wrong = [
         f"{place}: {name}"
@@ -167,10 +185,10 @@ def test_names_of_tests_follow_subject_condition_expectation() -> None:
 def test_public_class_names_are_unique() -> None:
     homes = defaultdict[str, list[str]](list)
     for package in PACKAGES:
-        for path, tree in modules(package):
-            for node in tree.body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    homes[node.name].append(path)
+        for module in modules(package):
+            for name in module.classes:
+                if not name.startswith("_"):
+                    homes[name].append(module.path)
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
@@ -182,18 +200,17 @@ def test_package_folders_have_at_most_15_files() -> None:
 UNITS = {"_seconds": "second", "_bytes": "byte", "_days": "day", "_tokens": "token"}
 
 
-def fields(tree: ast.Module) -> Iterator[tuple[str, str, str]]:
+def fields(section: ast.ClassDef) -> Iterator[tuple[str, str, str]]:
     """Class, name and docstring of each field of a section of settings."""
-    for section in ast.walk(tree):
-        if isinstance(section, ast.ClassDef) and any(isinstance(base, ast.Name) and base.id == "Section" for base in section.bases):
-            for field, after in zip(section.body, [*section.body[1:], None], strict=True):
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-                    yield section.name, field.target.id, str(after.value.value) if documented else ""  # pyright: ignore
+    if any(isinstance(base, ast.Name) and base.id == "Section" for base in section.bases):
+        for field, after in zip(section.body, [*section.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                yield section.name, field.target.id, str(after.value.value) if documented else ""  # pyright: ignore
 
 
 def test_each_setting_has_a_sentence_with_its_unit() -> None:
-    everything = [field for path, tree in modules("spangrad") if path.startswith("spangrad/settings/") for field in fields(tree)]
+    everything = [field for module in modules("spangrad") if module.path.startswith("spangrad/settings/") for field in module.settings]
     assert len(everything) > 200
     wrong = [
         f"{section}.{name}: {text!r}"
