@@ -17,6 +17,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from benchmarks import rollout_spans
 from benchmarks.ingest import report
 from benchmarks.load import Sender
 from benchmarks.measure import Measured, check, memory
@@ -42,6 +43,11 @@ def _spans(bodies: list[bytes]) -> list[tuple[str, Span]]:
 
 
 class TestWorkload:
+    @pytest.fixture(autouse=True)
+    def _short_corpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Write few words before each workload: its million takes longer than the bodies of a few rollouts."""
+        monkeypatch.setattr(rollout_spans, "_CORPUS_TOKENS", 1 << 15)
+
     @pytest.mark.parametrize("workload", MIXES, ids=str)
     def test_workload_same_seed_gives_same_bodies(self, workload: Workload) -> None:
         names = workload.names(7)
