@@ -6,7 +6,7 @@ refused here, with its place, before any part starts.
 
 from __future__ import annotations
 
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict
 
 from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
 from spangrad.settings.finetune import FinetuneSettings
@@ -48,10 +48,10 @@ ENV_PREFIX = "SPANGRAD_"
 ENV_NESTING = "__"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings, by section."""
 
-    model_config = SettingsConfigDict(extra="forbid", frozen=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTING)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     store: StoreSettings = StoreSettings()
     collector: CollectorSettings = CollectorSettings()
@@ -68,10 +68,3 @@ class Settings(BaseSettings):
     prompts: PromptSettings = PromptSettings()
     page: PageSettings = PageSettings()
     up: UpSettings = UpSettings()
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: object, **__: object
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read the given values alone: `spangrad.settings.sources` reads the environment it is given, and knows each value's source."""
-        return (init_settings,)

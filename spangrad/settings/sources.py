@@ -20,8 +20,6 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import EnvSettingsSource
-from pydantic_settings import SettingsError as UnreadableVariableError
 
 from spangrad.errors import SettingsError
 from spangrad.http.service import without_userinfo
@@ -190,7 +188,13 @@ def _read_env(env: Mapping[str, str]) -> dict[str, object]:
     for name, key in named.items():
         if key not in _KEYS and key not in _SECTIONS:
             raise SettingsError(f"unknown setting {name} (environment).{_nearest(key)}")
-    source, values = EnvSettingsSource(Settings), dict[str, object]()
+    values = dict[str, object]()
+    if not named:
+        return values
+    from pydantic_settings import EnvSettingsSource
+    from pydantic_settings import SettingsError as UnreadableVariableError
+
+    source = EnvSettingsSource(cast("Any", Settings), env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_NESTING)
     for name in sorted(named):  # one by one, so that an error can name the variable; sections come before their settings
         source.env_vars = {name.lower(): env[name]}
         try:
