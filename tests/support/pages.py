@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import urldefrag, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
@@ -243,11 +243,22 @@ def chromium() -> str:
     return path
 
 
+_OF_PLAYWRIGHT = (
+    "AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,LensOverlay,"
+    "MediaRouter,PaintHolding,ThirdPartyStoragePartitioning,AvoidCorsURLLoaderRestartOnRedirect,OptimizationHints,"
+    "NetworkTimeServiceQuerying,AimEnabled,PreconnectToSearch"
+)
+"""Features of Chromium that Playwright disables: of two such options Chromium takes the last."""
+# Each window of a headless Chromium would load the two pages of an address bar that nobody sees, and keep a renderer for the next site.
+_UNSEEN = "WebUIOmniboxPopup,WebUIOmniboxAimPopup,SpareRendererForSitePerProcess"
+CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", f"--disable-features={_OF_PLAYWRIGHT},{_UNSEEN}"]
+
+
 def browsers() -> Iterator[Browser]:
     """Start the browser; a generator for a fixture of a module: while Playwright runs, asynchronous tests cannot."""
     path = chromium()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
         yield browser
         browser.close()
 
@@ -279,8 +290,10 @@ class Visitor:
 
     def open(self, path: str) -> Page:
         """Open a path of the page; its scripts have ended their first requests."""
-        self.page.goto("about:blank")  # a path that differs by its fragment alone would not be loaded again
-        self.page.goto(f"{self.url}{path}", wait_until="load")
+        url = f"{self.url}{path}"
+        if urldefrag(self.page.url).url == urldefrag(url).url:
+            self.page.goto("about:blank")  # a path that differs by its fragment alone would not be loaded again
+        self.page.goto(url, wait_until="load")
         self.page.locator("html[data-ready], form.login").first.wait_for(state="attached")
         return self.page
 
