@@ -26,6 +26,7 @@ from tests.support.built_rollouts import BuiltRollouts
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import staged
 from tests.support.policies import trainer_settings
+from tests.support.ranks import start_fork_server
 from tests.support.receivers import words_sent
 from trainer.credit.estimators import estimator
 from trainer.data.source import GroupReader
@@ -48,6 +49,7 @@ COUNT = 4
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: Path) -> Iterator[Any]:
+    start_fork_server(ranks_module.__name__, "transformers.models.llama.modeling_llama")
     with ranks_module.TrainerRanks(COUNT, tiny_model) as started:
         yield started
 

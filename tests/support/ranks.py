@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,15 +39,21 @@ DEADLINE_SECONDS = 120.0
 _ROOT = str(Path(__file__).parents[2])
 
 
+def start_fork_server(*further: str) -> None:
+    """Start the one process that all ranks of this process are forked from, with further modules imported, unless it runs already."""
+    multiprocessing.set_forkserver_preload([*PRELOADED, *further])
+    with mock.patch.dict(os.environ, PYTHONPATH=_ROOT):  # a fork server of another directory finds our tests, and not verl's
+        forkserver.ensure_running()
+
+
 def on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call a function on each rank of a group; return its results, by rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    start_fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         ranks = [context.Process(target=_run, args=(rank, count, directory, function, arguments)) for rank in range(count)]
-        with mock.patch.dict(os.environ, PYTHONPATH=_ROOT):  # a fork server of another directory finds our tests, and not verl's
-            for process in ranks:
-                process.start()
+        for process in ranks:
+            process.start()
         for process in ranks:
             process.join(DEADLINE_SECONDS)
         for process in ranks:
