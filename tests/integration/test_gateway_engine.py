@@ -81,6 +81,13 @@ def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, 
     }
 
 
+def test_engine_environment_with_uni_executor_keeps_worker_in_the_engine(model: Path, tmp_path: Path) -> None:
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    assert name not in environment(settings(model, tmp_path), model)
+    chosen = settings(model, tmp_path, extra_args=["--distributed-executor-backend", "uni"])
+    assert environment(chosen, model)[name] == "0"
+
+
 def test_engine_with_lora_rank_serves_zero_adapter(model: Path, tmp_path: Path) -> None:
     weights = {"model.layers.0.self_attn.q_proj.weight": np.ones((6, 4), np.float32), "model.norm.weight": np.ones(4, np.float32)}
     save_file(weights, model / "model.safetensors")

@@ -201,12 +201,13 @@ def _run(arguments: list[str], environment: dict[str, str], directory: str) -> N
 
 def _preload() -> None:
     """Import vLLM; have it fork its engine and its worker, and inspect a model's class itself, where it would start others anew."""
-    importlib.import_module(MODULE).answer_for_cpu_build()
+    launch = importlib.import_module(MODULE)
+    launch.answer_for_cpu_build()
     for name in [name for name in sys.modules if name.partition(".")[0] in {"gateway", "spangrad"}]:
         del sys.modules[name]  # each fork imports them as if it were the first
     for name in PRELOADED:
         importlib.import_module(name)
-    importlib.import_module("vllm.model_executor.models.registry")._run_in_subprocess = lambda look: look()
+    launch.inspect_models_here_on_cpu()
     for name in ("vllm.v1.engine.coordinator", "vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
         importlib.import_module(name).get_mp_context = lambda: multiprocessing.get_context("fork")
     # API servers are spawned whatever vLLM's settings say.
