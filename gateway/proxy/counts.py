@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from gateway.proxy.context import NOTHING_ANNOUNCED
 from spangrad.http.announcements import AnnouncedAttempt, AttemptKey, ClosedAttempt, CountedAttempt, StartedStage
-from spangrad.types import AttemptFailure
+from spangrad.types import AttemptFailure, Stage
 
 ATTEMPTS_KEPT = 100_000
-"""Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 50 MB in all)."""
+"""Number of attempts remembered; the least recently used without a call in flight are forgotten first (some 90 MB in all)."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,13 @@ class _StageInProgress:
 
     ends_at: float
     """Time of the event loop at which its time is over."""
-    over: ClosedAttempt
-    """Answer to calls from then on."""
+    stage: Stage
     refused: bool = False
     """True if a call was cut or refused for that."""
+
+    def over(self, attempt: AttemptKey) -> ClosedAttempt:
+        """Return the answer to an attempt's calls once its time is over."""
+        return _closed(attempt, f"{self.stage.value}_timeout")
 
 
 @dataclass(slots=True)
@@ -40,7 +43,8 @@ class _Tally:
     in_flight: int = 0
     overflowed: bool = False
     """True if the last call that ended was refused because its prompt was longer than the model's context."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event | None = None
+    """Event that is set when no call is in flight any more. None: nobody waits for that."""
     closed: ClosedAttempt | None = None
     """None: it has not ended, as far as is known."""
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])
@@ -82,8 +86,7 @@ class Counts:
     def start_stage(self, stage: StartedStage) -> None:
         """Limit the calls of an attempt, also those in flight, to the stage's seconds from now on, instead of those of the stage before."""
         tally = self._touch(stage.key)
-        over = _closed(stage.key, f"{stage.stage.value}_timeout")
-        tally.stage = _StageInProgress(asyncio.get_running_loop().time() + stage.seconds, over)
+        tally.stage = _StageInProgress(asyncio.get_running_loop().time() + stage.seconds, stage.stage)
         for limit, own in tally.limits.items():
             if not limit.expired() and not tally.closed:
                 limit.reschedule(tally.until(own))
@@ -91,9 +94,9 @@ class Counts:
     def closed(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
         """Return how an attempt ended, or that the time of its stage is over. None: it goes on."""
         tally = self._tallies.get(attempt) if attempt else None
-        if tally is None or tally.closed or tally.stage is None:
+        if attempt is None or tally is None or tally.closed or tally.stage is None:
             return tally.closed if tally else None
-        return tally.stage.over if asyncio.get_running_loop().time() >= tally.stage.ends_at else None
+        return tally.stage.over(attempt) if asyncio.get_running_loop().time() >= tally.stage.ends_at else None
 
     @asynccontextmanager
     async def limit(self, attempt: AttemptKey | None, seconds: float) -> AsyncGenerator[None]:
@@ -115,6 +118,8 @@ class Counts:
                     yield
                 finally:
                     del tally.limits[limit]
+                    if not tally.limits:
+                        tally.limits = {}  # an emptied dict keeps its table, for as long as the attempt is remembered
         except TimeoutError:
             if tally.stage is not None and clock() >= tally.stage.ends_at:
                 tally.stage.refused = True
@@ -134,12 +139,11 @@ class Counts:
             if limits.max_calls is not None and tally.calls >= limits.max_calls:
                 self.close(_closed(attempt, AttemptFailure.CALL_BUDGET))
             if closed := self.closed(attempt):
-                if tally.stage is not None:
-                    tally.stage.refused = tally.stage.refused or closed is tally.stage.over
+                if tally.stage is not None and not tally.closed:
+                    tally.stage.refused = True
                 return closed
             tally.calls += 1
             tally.in_flight += 1
-            tally.idle.clear()
         return None
 
     def end(self, attempt: AttemptKey | None, *, overflowed: bool = False, tokens_out: int = 0) -> None:
@@ -158,13 +162,15 @@ class Counts:
             if most is not None and tally.tokens_out >= most:
                 self.close(_closed(attempt, AttemptFailure.TOKEN_BUDGET))
             tally.overflowed = overflowed
-            if not tally.in_flight:
+            if not tally.in_flight and tally.idle is not None:
                 tally.idle.set()
+                tally.idle = None
 
     async def wait_idle(self, attempt: AttemptKey, wait_seconds: float) -> None:
         """Wait until no call of an attempt is in flight; one that hangs is counted all the same: its span will come when it ends."""
         tally = self._tallies.get(attempt)
         if tally is not None and tally.in_flight:
+            tally.idle = tally.idle or asyncio.Event()
             try:
                 await asyncio.wait_for(tally.idle.wait(), wait_seconds)
             except TimeoutError:
@@ -178,7 +184,7 @@ class Counts:
         """
         tally = self._tallies.get(attempt) or _Tally()
         calls = None if tally.announced is NOTHING_ANNOUNCED else tally.calls
-        closed = tally.closed or (tally.stage.over if tally.stage and tally.stage.refused else None)
+        closed = tally.closed or (tally.stage.over(attempt) if tally.stage and tally.stage.refused else None)
         return CountedAttempt(calls, tally.overflowed, tally.in_flight, closed.reason if closed else "")
 
     def _touch(self, attempt: AttemptKey) -> _Tally:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ from gateway.proxy import counts
 from gateway.proxy.context import NOTHING_ANNOUNCED, attempt_of, parse_baggage, parse_traceparent
 from spangrad import semconv
 from spangrad.encoding.otlp import SpanIds
-from spangrad.http.announcements import AnnouncedAttempt, AttemptKey
+from spangrad.http.announcements import AnnouncedAttempt, AttemptKey, StartedStage
 from spangrad.sampling import is_constrained
+from spangrad.types import Stage
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,28 @@ async def test_counts_forget_least_recent_attempts_without_calls_in_flight(monke
     assert tally.announced(AttemptKey("old", 0)) == NOTHING_ANNOUNCED
     tally.end(AttemptKey("busy", 0))
     assert tally.counted(AttemptKey("busy", 0)).calls == 1
+
+
+async def test_counts_of_attempts_without_calls_in_flight_take_little_memory() -> None:
+    tally, count = counts.Counts(), 500
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            attempt = AnnouncedAttempt(rollout_id=f"rollout-{number:024}", attempt=0, run_id="run", mode="train")
+            tally.announce(attempt)
+            for stage in Stage:
+                tally.start_stage(StartedStage(rollout_id=attempt.rollout_id, attempt=0, stage=stage, seconds=60))
+            tally.begin(attempt.key)
+            async with tally.limit(attempt.key, 60):
+                counting = asyncio.create_task(tally.wait_idle(attempt.key, 60))
+                await asyncio.sleep(0)
+            tally.end(attempt.key)
+            await counting
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held / count < 1_000, "100,000 of them are remembered"
 
 
 async def test_counts_of_attempt_not_announced_are_none() -> None:
