@@ -27,7 +27,7 @@ from spangrad.http.client_timeouts import SilentConnections, TooSlowError, read_
 from spangrad.http.foreign_sites import foreign_problem
 from spangrad.http.service import in_url
 from spangrad.http.tokens import agent_token, credential, is_token
-from spangrad.processes import require_free_port, require_safe_bind
+from spangrad.processes import raise_files_limit, require_free_port, require_safe_bind
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -125,13 +125,14 @@ def serve(
     ready: Callable[[T], None],
     ends: Callable[[T], Iterable[asyncio.Future[None]]] = lambda _: (),
 ) -> None:
-    """Run a service until SIGTERM or SIGINT.
+    """Run a service until SIGTERM or SIGINT; it may open as many files as the machine lets this user.
 
     Args:
         service: returns a context manager in which the service runs.
         ready: called with the context manager's value once it runs.
         ends: returns tasks that end only by an error, which ends the service, too.
     """
+    raise_files_limit()  # a call in flight takes the gateway two, and shells give 1024
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_signal(service, ready, ends))
 

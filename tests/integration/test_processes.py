@@ -272,3 +272,20 @@ subprocess.run(dying_with_parent(show, inherits_limit=True), check=True)
 subprocess.run(dying_with_parent(show), check=True)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n(100, 200)\n(200, 200)\n"
+
+
+def test_serve_raises_the_limit_of_open_files() -> None:
+    code = """
+import os, resource, signal
+from contextlib import asynccontextmanager
+from spangrad.http.server import serve
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
+@asynccontextmanager
+async def service():
+    yield
+def ready(_):
+    print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+serve(service, ready)
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n"
