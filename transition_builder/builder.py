@@ -286,11 +286,11 @@ class Builder:
         self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
 
     def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
-        """Yield rows by slices of rollouts; after each, build what has ended of training since."""
+        """Yield rows by slices of rollouts; after each, build what has ended of training since, and sweep if due: a backlog takes long."""
         for batch in waiting.slices(rows, key, lambda: waiting.slice_seconds(time.monotonic() - self._announced_at)):
             yield batch
-            if self._arrivals.wait(0, Topic.ROOTS):
-                self._look(summary)
+            if (sweeps := self._discovery.sweep_is_due(self._clock())) or self._arrivals.wait(0, Topic.ROOTS):
+                self._look(summary, sweeps=sweeps)
 
     def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
         """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -20,6 +21,7 @@ from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
+from transition_builder.source import discovery
 from transition_builder.waiting import BEHIND
 
 BACKLOG = 800
@@ -105,6 +107,25 @@ def test_builder_urgent_pass_leaves_production_to_a_later_one(store: StoreSettin
     assert builds.modes == ["train"]
     builder.build_ready()
     assert builds.modes == ["train", "production"]
+
+
+def test_builder_amid_backlog_of_production_sweeps_when_due(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = Builder(settings_of(store, "amid", quiet_seconds=0))
+    builder.build_ready()
+    post(store, production("amid", BACKLOG))
+    looks: list[bool] = []
+    original = discovery.Discovery.begin
+
+    def begin(self: Any, now: datetime, *, sweeps: bool) -> None:
+        looks.append(sweeps)
+        original(self, now, sweeps=sweeps)
+
+    monkeypatch.setattr(discovery.Discovery, "begin", begin)
+    # The first slice takes until a sweep is due.
+    builds = Builds(monkeypatch, lambda: monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0)))
+    summary = builder.build_ready()
+    assert looks[:2] == [False, True]
+    assert (summary.rollouts, sum(builds.sizes)) == (BACKLOG, BACKLOG)
 
 
 def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:
