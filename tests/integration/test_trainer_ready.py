@@ -74,6 +74,28 @@ def test_ready_after_revision_that_moves_rollout_or_changes_size_counts_again(se
     assert source.ready() == GroupReader(world.client, settings).ready() == []
 
 
+def test_ready_forgets_stalled_groups_until_another_rollout_arrives(
+    settings: Settings, world: BuiltRollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = GroupReader(world.client, settings)
+    source.ready()
+    for name in ("cancelled", "slow"):
+        world.group(name, [1.0], size=2)
+    world.group("whole", [1.0, 0.0])
+    assert names(source.ready()) == ["whole"]
+    members = source._built._members
+    assert {group for _, group in members} >= {"cancelled", "slow"}
+
+    monkeypatch.setattr(built_groups, "_SECONDS_BETWEEN_SWEEPS", 0.0)
+    monkeypatch.setattr(built_groups, "_STALLED", 0)
+    source._built._next_sweep = 0.0
+    assert names(source.ready()) == ["whole"]
+    assert {group for _, group in members}.isdisjoint({"cancelled", "slow"})
+
+    world.group("slow", [None, 0.0], size=2)
+    assert names(source.ready()) == ["whole", "slow"]
+
+
 def test_ready_waits_for_the_greedy_rollout_of_remax(settings: Settings, world: BuiltRollouts) -> None:
     source = GroupReader(world.client, with_trainer(settings, estimator="remax"))
     for name, size in (("g", 1), ("h", 0)):
