@@ -74,6 +74,7 @@ class SessionPool:
             BadRequestError: the session is busy, or must exist and does not, or there are too many.
             EngineRefusedError: the SQL database, a setting or an external table is refused.
         """
+        self._close_expired()
         if role is TokenRole.READER:
             with self._reading(statement) as handle:
                 yield handle
@@ -182,10 +183,7 @@ class SessionPool:
             evicted.handle.close()
 
     def _session(self, name: str, must_exist: bool) -> _ConfiguredHandle:
-        now = time.monotonic()
         with self._lock:
-            for expired in [key for key, session in self._sessions.items() if session.expires < now and not session.lock.locked()]:
-                self._sessions.pop(expired).handle.close()
             configured = self._sessions.get(name)
             if configured is None and must_exist:
                 raise BadRequestError(372, f"Session {name} not found.", "SESSION_NOT_FOUND")
@@ -194,8 +192,15 @@ class SessionPool:
             if configured is None:
                 configured = self._sessions[name] = _ConfiguredHandle(self._open(), TokenRole.WRITER)
             # Kept from now on, so that no other request closes it before it is used.
-            configured.expires = now + 60
+            configured.expires = time.monotonic() + 60
             return configured
+
+    def _close_expired(self) -> None:
+        """Close the sessions whose time is over, with their temporary tables: with any request, as no other session may ever come."""
+        now = time.monotonic()
+        with self._lock:
+            for name in [name for name, session in self._sessions.items() if session.expires < now and not session.lock.locked()]:
+                self._sessions.pop(name).handle.close()
 
 
 def _revocable(settings: Mapping[str, str]) -> dict[str, str]:

@@ -42,6 +42,27 @@ def test_session_pool_releases_session_after_any_failure() -> None:
             pass
 
 
+def test_session_pool_closes_expired_session_with_request_of_no_session() -> None:
+    opened: list[StubbornHandle] = []
+
+    def new_handle() -> Handle:
+        opened.append(StubbornHandle("nothing"))
+        return cast(Handle, opened[-1])
+
+    handles = SessionPool(new_handle)
+    for session, seconds in (("over", 0.0), ("goes on", 60.0), (None, 0.0)):
+        with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, session, seconds, False), TokenRole.WRITER):
+            pass
+    assert [handle.closed for handle in opened] == [True, False, False]
+
+    opened.clear()
+    with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, "last", 0.0, False), TokenRole.WRITER):
+        pass
+    with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 0.0, False), TokenRole.READER):
+        pass
+    assert [handle.closed for handle in opened] == [True, False]
+
+
 def test_session_pool_closes_reader_handle_that_is_not_read_only() -> None:
     handle = StubbornHandle("SET readonly")
     handles = SessionPool(lambda: cast(Handle, handle))
