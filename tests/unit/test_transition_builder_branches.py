@@ -58,6 +58,30 @@ def test_reconstruct_sequential_calls_are_one_branch() -> None:
     assert lines(spans) == {first: ("", 0), second: (first, 0), third: (second, 0)}
 
 
+def test_reconstruct_calls_inside_one_framework_span_are_one_branch() -> None:
+    """A function of Vercel's AI SDK that asks, runs the tool that was asked for, and asks again."""
+    spans = SpanFactory()
+    attributes = {"ai.operationId": "ai.generateText"}
+    function = spans.span("ai.generateText", spans.root(), scope="ai", Attributes=attributes, **LONG)
+    first = spans.call(spans.client(function, **SHORT), **alone(1))
+    tool = spans.span("ai.toolCall", function, scope="ai", Attributes={"ai.operationId": "ai.toolCall"}, **SHORT)
+    second = spans.call(spans.client(function, **SHORT), **alone(2))
+    assert lines(spans) == {first: ("", 0), second: (first, 0)}
+    assert ran(spans) == {tool: first}
+
+
+@pytest.mark.parametrize(("begins", "precedes"), [(0.005, True), (0.004, False), (0.0055, False)])
+def test_reconstruct_start_in_whole_milliseconds_may_be_later(begins: float, precedes: bool) -> None:
+    """OpenTelemetry for JavaScript: a span starts at a whole millisecond and ends at a nanosecond, so that the next seems to overlap it."""
+    spans = SpanFactory()
+    root = spans.root()
+    first = spans.call(spans.client(root, Timestamp=SpanFactory.time(100), Duration=5_700_000), **alone(1))
+    second = spans.call(spans.client(root, Timestamp=SpanFactory.time(100 + begins), **SHORT), **alone(2))
+    for row in spans.spans:
+        row["ProcessId"] = f"~{row['ProcessId']}"
+    assert lines(spans)[second] == ((first, 0) if precedes else ("", 1))
+
+
 def test_reconstruct_parallel_calls_share_parent_and_open_branches() -> None:
     spans = SpanFactory()
     root = spans.root()

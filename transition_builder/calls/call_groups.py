@@ -58,6 +58,11 @@ class CallGroups:
         """Return the outermost client span above each span, or the span itself; the forest's size where there is none."""
         return self.tree.outermost(self.distance == CLIENT)
 
+    def outermost(self, calls: Indices) -> Indices:
+        """Return the outermost span of each call: that of its group, but of no framework span around several calls."""
+        several = (self.distance == FRAMEWORK) & (self.tree.count_below(calls) > 1)
+        return self.tree.outermost(self.member & ~several)[calls]
+
     @property
     def tops(self) -> Mask:
         """Return a mask of the outermost spans of groups."""

@@ -16,6 +16,8 @@ from transition_builder.schemas import SPAN
 
 _FOREIGN = "~"
 """Prefix of the names of processes that do not number their spans."""
+_MILLISECOND = 1_000_000
+"""Nanoseconds."""
 
 
 def times(nodes: pl.DataFrame) -> pl.DataFrame:
@@ -42,6 +44,14 @@ class Clocks:
     start: Indices
     """Start by the process's clock, in nanoseconds."""
     end: Indices
+
+    def latest_start(self, spans: Indices) -> Indices:
+        """Return the last nanosecond at which each span can have started.
+
+        OpenTelemetry for JavaScript cuts starts to whole milliseconds and ends to nanoseconds, so that the next span seems to overlap.
+        """
+        start = self.start[spans]
+        return np.where(start % _MILLISECOND == 0, start + _MILLISECOND - 1, start)
 
     @classmethod
     def of(cls, nodes: pl.DataFrame, forest: SpanForest) -> Clocks:

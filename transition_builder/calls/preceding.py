@@ -111,5 +111,5 @@ def _before(clocks: Clocks, events: Events, calls: Indices, later: Indices) -> M
     from_one_process = ~same & ((left_last == at) | (right_last == at)) & (processes[0][rows, left_last] == processes[1][rows, right_last])
     call, event = left[rows, np.where(from_one_process, left_last, at)], right[rows, np.where(from_one_process, right_last, at)]
     counted = clocks.seq[call] < clocks.seq[event]
-    ended = (clocks.end[call] <= clocks.start[event]) | (clocks.start[call] > clocks.start[event])
+    ended = (clocks.end[call] <= clocks.latest_start(event)) | (clocks.start[call] > clocks.start[event])
     return differ[rows, at] & (same | from_one_process) & counted & (ended | ~events.is_call[later])

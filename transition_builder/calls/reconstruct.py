@@ -94,7 +94,8 @@ def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFra
     # Agents, what came before, parents and branches
     agents = Agents.of(nodes, forest, groups.member)
     names = agent_names(nodes, forest, np.where(is_call, span, forest.parent[span]))
-    outermost = np.where(is_call, groups.roots[span], span)
+    outermost = span.copy()
+    outermost[calls] = groups.outermost(span[calls])
     events = Events.of(forest, clocks, agents, path, outermost, attempt, is_call, useful)
     before = came_before(forest, clocks, agents, events)
     parent, parent_row, continues = parents(events, before, choices, by_event, first_choice)
