@@ -216,6 +216,30 @@ def test_call_group_token_counts_join_otherwise_unmatched_spans() -> None:
     assert built.drops.rows() == []
 
 
+def test_call_group_token_counts_join_calls_behind_requests() -> None:
+    """Mastra exports by a provider of its own, whose spans name another process than those of the HTTP client."""
+    spans = SpanFactory()
+    root = spans.root()
+    calls = [spans.call(spans.span("POST", root, process="http", **REQUEST), Model="m") for _ in range(2)]
+    for name in ("a", "b"):
+        spans.span("chat m", spans.span(name, root, kind="AGENT"), kind="LLM", Attributes=usage(3, 2))
+    assert spans_built(spans).transitions.select("AgentName", "SpanId").rows() == [("a", calls[0]), ("b", calls[1])]
+
+
+def test_call_group_request_of_same_millisecond_joins_framework_span() -> None:
+    """OpenTelemetry for JavaScript cuts starts to whole milliseconds; LangChain's spans are no parents of its client's requests."""
+    spans = SpanFactory()
+    root = spans.root()
+    at = {"Timestamp": SpanFactory.time(100)}
+    request = spans.span("POST", root, Duration=MILLISECOND, **at, **REQUEST)
+    call = spans.call(request)
+    agent = spans.span("solver", root, kind="AGENT", Duration=9 * MILLISECOND, **at)
+    spans.span("ChatOpenAI", agent, kind="LLM", Duration=8 * MILLISECOND, **at)
+    for row in spans.spans:
+        row["ProcessId"] = f"~{row['ProcessId']}"
+    assert spans_built(spans).transitions.select("AgentName", "SpanId").rows() == [("solver", call)]
+
+
 def test_call_group_unmatched_gateway_calls_account_for_as_many_framework_spans() -> None:
     spans = SpanFactory()
     root = spans.root()

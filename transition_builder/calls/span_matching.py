@@ -43,7 +43,7 @@ class CallSpans:
     bottom: int
     """Distance of its innermost span from the wire; HTTP requests and engines count only where there is nothing else."""
     start_key: tuple[str, int, str]
-    """Beginning of its outermost span: process, sequence number or time there, trace and span id."""
+    """Beginning of its outermost span: process, sequence number or time there, distance from the farthest, trace and span id."""
     start: int
     end: int
     """Start and end by its process's clock, in nanoseconds; equal where the end is not known."""
@@ -141,7 +141,8 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _start_key(span: Mapping[str, Any]) -> tuple[str, int, str]:
-    return span["Process"], span["Seq"], span["TraceId"] + span["SpanId"]
+    # Spans that started at once, as in a millisecond of JavaScript's clock: those further from the wire first.
+    return span["Process"], span["Seq"], f"{FRAMEWORK - span['Distance']}{span['TraceId']}{span['SpanId']}"
 
 
 def _links(groups: Sequence[CallSpans]) -> dict[int, int]:
@@ -269,7 +270,7 @@ def _by_tokens(groups: Sequence[CallSpans], below: Links) -> Pairs:
         if group.tokens is not None:
             by_tokens.setdefault(group.tokens, []).append(group)
     for _, alike in sorted(by_tokens.items()):
-        recorded = [group for group in alike if group.top == GATEWAY]
+        recorded = [*filter(_of_gateway, alike)]
         for bottom in (CLIENT, FRAMEWORK):
             candidates = [group for group in alike if group.bottom == bottom]
             one_clock = len({group.start_key[0] for group in candidates}) == 1 == len({group.start_key[0] for group in recorded})
@@ -340,7 +341,7 @@ def _fits(lower: CallSpans, upper: CallSpans) -> bool:
 
 def _began_inside(lower: CallSpans, upper: CallSpans) -> bool:
     """Return whether a process saw one group begin while another was open; a bare request only in one whose end is known."""
-    if lower.start_key[0] != upper.start_key[0] or upper.start_key[1] >= lower.start_key[1]:
+    if lower.start_key[0] != upper.start_key[0] or upper.start_key > lower.start_key:
         return False
     return lower.start <= upper.end if upper.end != upper.start else lower.top != REQUEST
 
@@ -349,7 +350,7 @@ def _has_requests(framework: CallSpans, requests: Sequence[CallSpans], next_star
     """Return whether any of its process's clients and requests may have been made by a framework's group."""
     if framework.end == framework.start:
         return any(_may_be_of(request, framework) for request in requests)
-    later = range(bisect_right(requests, framework.start_key[1], key=lambda request: request.start_key[1]), len(requests))
+    later = range(bisect_right(requests, framework.start_key, key=lambda request: request.start_key), len(requests))
     return any(_may_be_of(requests[at], framework) for at in takewhile(lambda at: next_starts[at] <= framework.end, later))
 
 
