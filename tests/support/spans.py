@@ -201,14 +201,16 @@ class SpanFactory:
                     self._load_span(span, scope["scope"]["name"], about, rollout)
 
     def _load_span(self, span: dict[str, Any], scope: str, about: dict[str, Any], rollout: str) -> None:
-        attributes = {attribute["key"]: next(iter(attribute["value"].values())) for attribute in span.get("attributes", [])}
+        attributes = {attribute["key"]: _of_otlp(attribute["value"]) for attribute in span.get("attributes", [])}
+        # An exporter of its own may name no instance: the builder takes the service for the process.
+        instance = about.get("service.instance.id", about["service.name"])
         counted = "spangrad.seq" in attributes
         own = {
             "SpanId": span["spanId"],
             "TraceId": span["traceId"],
             "Timestamp": self.time(0) + timedelta(microseconds=int(span["startTimeUnixNano"]) % 10**15 / 1000),
             "Duration": int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"]),
-            "ProcessId": about["service.instance.id"] if counted else f"~{about['service.instance.id']}",
+            "ProcessId": instance if counted else f"~{instance}",
             "Seq": int(attributes.get("spangrad.seq", 0)),
             "Attributes": {key: str(value) for key, value in attributes.items() if len(str(value)) <= 1024},
         }
@@ -350,6 +352,12 @@ def _otlp_value(value: Any) -> dict[str, object]:
     if isinstance(value, list):
         return {"arrayValue": {"values": [_otlp_value(child) for child in value]}}
     return {"stringValue": value}
+
+
+def _of_otlp(value: dict[str, Any]) -> Any:
+    """A value of OTLP/JSON, an array as the JSON text that the store has."""
+    (kind, content), *_ = value.items()
+    return json.dumps([_of_otlp(child) for child in content.get("values", [])]) if kind == "arrayValue" else content
 
 
 class CountingIds(IdGenerator):

@@ -14,6 +14,7 @@ from polars.testing import assert_frame_equal
 
 from spangrad.settings import AirRule, BuilderSettings
 from tests.support.spans import SpanFactory
+from transition_builder import dialects
 from transition_builder.build import build
 from transition_builder.frames import Built, Frames
 
@@ -22,6 +23,8 @@ SPEC = BuilderSettings(rules=(AirRule(name="tool_error", kind="tool_error", rewa
 CALLS = {
     # With the gateway, its spans; else requests that left the agent, or would have.
     "aborted_stream+gateway": (7, {"call_failed": 3}),
+    "ai_sdk_6_js+gateway": (4, {}),
+    "ai_sdk_7_js+gateway": (4, {}),
     "anthropic": (2, {"no_token_ids": 2}),
     "attribute_limit_dropped": (1, {"no_token_ids": 1}),
     "attribute_limit_raised": (1, {}),
@@ -29,26 +32,52 @@ CALLS = {
     "clock_skew+gateway": (3, {}),
     "genai_openai_v2": (4, {"no_token_ids": 4}),
     "genai_semconv_span_only": (4, {"no_token_ids": 4}),
+    "genkit_js+gateway": (3, {}),
     "http_only_httpx": (2, {"unknown_convention": 2}),
     "langchain": (2, {}),
     "langchain+gateway": (2, {}),
+    "langchain_js_openinference+gateway": (4, {}),
+    "langchain_js_traceloop+gateway": (4, {}),
     "langchain_linked": (2, {}),
     "langchain_streaming": (2, {}),
     "langgraph_tool_error": (2, {}),
     "litellm": (3, {}),
+    "mastra_js+gateway": (4, {}),
     "openai_agents": (4, {}),
     "openai_agents+gateway": (4, {}),
+    "openai_agents_js+gateway": (4, {}),
     "openai_agents_responses": (4, {"no_token_ids": 4}),
     "openai_client": (11, {"call_failed": 3, "no_token_ids": 1}),
     "openai_client+gateway": (9, {"call_failed": 2, "no_token_ids": 1}),
     "openai_client_httpx": (6, {}),
+    "openai_js_openinference+gateway": (4, {}),
+    "openai_js_otel+gateway": (5, {"call_failed": 1}),
+    "openai_js_traceloop+gateway": (4, {}),
     "parallel_calls+gateway": (50, {}),
     "raw_http+gateway": (2, {}),
     "traceloop": (11, {"call_failed": 3, "no_token_ids": 8}),
     "traceloop_langchain": (2, {"no_token_ids": 2}),
+    "voltagent_js+gateway": (4, {}),
 }
 """Calls of each file, and those that drop by reason. LangChain's own trace and the traces of its OpenAI client are apart: one rollout
 that names both makes one call of each two spans. docs/reference/fixtures.md, where no span names one, has three rollouts and four calls."""
+
+
+JAVASCRIPT = {
+    "ai_sdk_6_js+gateway": (["breaker", "breaker", "streamer", "streamer"], ["broken"]),
+    "ai_sdk_7_js+gateway": (["breaker", "breaker", "agent", "agent"], ["broken"]),
+    "genkit_js+gateway": (["planner"] * 3, ["broken"]),
+    "langchain_js_openinference+gateway": (["planner"] * 4, ["broken"]),
+    # Its spans are linked neither to each other nor to requests, and a tool that failed has the name of its class alone.
+    "langchain_js_traceloop+gateway": (["agent"] * 4, ["DynamicStructuredTool"]),
+    "mastra_js+gateway": (["planner"] * 4, ["broken"]),
+    "openai_agents_js+gateway": (["planner", "planner", "planner", "writer"], ["broken"]),
+    "openai_js_openinference+gateway": (["agent"] * 4, []),
+    "openai_js_otel+gateway": (["agent"] * 4, []),
+    "openai_js_traceloop+gateway": (["agent"] * 4, []),
+    "voltagent_js+gateway": (["planner"] * 4, ["broken"]),
+}
+"""Agents of the calls of JavaScript's files, in order, and the tools that failed. No prompt in them extends a response token by token."""
 
 
 @functools.cache
@@ -112,3 +141,18 @@ def test_build_fixture_is_independent_of_deliveries(name: str) -> None:
         random.shuffle(places)
         mixed[table] = rows[places]
     assert_same(concluded(name), build(replace(frames, **mixed), SPEC))
+
+
+def test_javascript_fixtures_are_all_described() -> None:
+    assert {name for name in CALLS if "_js" in name} == set(JAVASCRIPT)
+
+
+@pytest.mark.parametrize("name", JAVASCRIPT)
+def test_build_javascript_fixture_has_agents_parents_and_failed_tools(name: str) -> None:
+    calls = concluded(name).transitions.sort("Turn")
+    failed = dialects.describe(captured(name).spans.with_columns(RolloutId="RolloutKey")).filter("ToolFailed")
+    assert (calls["AgentName"].to_list(), failed["ToolName"].to_list()) == JAVASCRIPT[name]
+    assert calls["ParentCallId"].to_list() == ["", *calls["CallId"][:-1]]
+    assert set(calls["Branch"]) == {0}
+    blamed = concluded(name).rewards.filter(pl.col("Name") == "tool_error")["CallId"].to_list()
+    assert blamed == [calls["CallId"][0]] * len(failed)

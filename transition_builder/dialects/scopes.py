@@ -27,6 +27,8 @@ _DIALECTS = {
     "pydantic_ai": pydantic_ai.SCOPES,
     "agent_lightning": agent_lightning.SCOPES,
     "traceloop": traceloop.SCOPES,
+    # Of VoltAgent's own spans only the outermost have its mark.
+    "voltagent": "^@voltagent/",
 }
 
 

@@ -57,6 +57,8 @@ def read(attributes: AttributeColumns) -> Reading:
     other = operation.str.contains(OTHERS).fill_null(False)
     call = operation.is_in(CALLS).fill_null(False) | (model.is_not_null() & ~other & ~(named_tool & operation.is_null()))
     invoked = pl.when(operation == "invoke_agent").then(pl.col("SpanName").str.extract(r"^invoke_agent\s+(.+)$"))
+    # Vercel's AI SDK puts the model's name into the span's where the agent has none.
+    invoked = pl.when(invoked.ne_missing(model)).then(invoked)
     return replace(
         base,
         call=call,

@@ -33,6 +33,7 @@ class Vocabulary:
     model: tuple[str, ...] = ()
     name: tuple[str, ...] = ()
     """Attributes that name the agent or the tool; default: the name of the span."""
+    tool_call_id: tuple[str, ...] = ()
     input_tokens: tuple[str, ...] = ()
     output_tokens: tuple[str, ...] = ()
 
@@ -54,6 +55,7 @@ VOCABULARIES = {
         result=("output",),
         model=("llm.model", "ai.model.name"),
         name=("tool.name", "entity.name"),
+        tool_call_id=("tool.call.id",),
         input_tokens=("llm.usage.prompt_tokens", "usage.prompt_tokens"),
         output_tokens=("llm.usage.completion_tokens", "usage.completion_tokens"),
     ),
@@ -121,6 +123,7 @@ def reader(words: Vocabulary) -> Callable[[AttributeColumns], Reading]:
             suspect=~known & base.suspect,
             agent=pl.coalesce(base.agent, pl.when(named).then(pl.coalesce(attributes.first(*words.name), "SpanName"))),
             tool_name=pl.coalesce(attributes.first(*words.name), base.tool_name),
+            tool_call_id=pl.coalesce(base.tool_call_id, attributes.first(*words.tool_call_id)),
             arguments=attributes.any_of(*words.arguments, *gen_ai.ARGUMENTS),
             result=attributes.any_of(*words.result, *gen_ai.RESULTS),
             model=pl.coalesce(base.model, attributes.first(*words.model)),
