@@ -59,12 +59,11 @@ def test_reconstruct_sequential_calls_are_one_branch() -> None:
 
 
 def test_reconstruct_calls_inside_one_framework_span_are_one_branch() -> None:
-    """A function of Vercel's AI SDK that asks, runs the tool that was asked for, and asks again."""
+    """VoltAgent's `llm:generateText`, which asks, runs the tool that was asked for, and asks again."""
     spans = SpanFactory()
-    attributes = {"ai.operationId": "ai.generateText"}
-    function = spans.span("ai.generateText", spans.root(), scope="ai", Attributes=attributes, **LONG)
+    function = spans.span("llm:generateText", spans.root(), scope="@voltagent/core", Attributes={"span.type": "llm"}, **LONG)
     first = spans.call(spans.client(function, **SHORT), **alone(1))
-    tool = spans.span("ai.toolCall", function, scope="ai", Attributes={"ai.operationId": "ai.toolCall"}, **SHORT)
+    tool = spans.span("tool", function, kind="TOOL", **SHORT)
     second = spans.call(spans.client(function, **SHORT), **alone(2))
     assert lines(spans) == {first: ("", 0), second: (first, 0)}
     assert ran(spans) == {tool: first}

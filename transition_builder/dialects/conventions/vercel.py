@@ -1,6 +1,7 @@
 """Vercel's AI SDK: `ai.*`, a span for each call of its functions and, within, one for each call of the model.
 
-`.doGenerate` and `.doStream` are the client's spans; the function's own span around them is the framework's, above one or more calls.
+`.doGenerate` and `.doStream` are the client's spans. The function's own span around them and the tools is no call: it is the agent's, where
+`functionId` names one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from transition_builder.dialects.reading import NO, AttributeColumns, Reading
 
 OPERATION = "ai.operationId"
 _CLIENT = r"\.do(Generate|Stream)$"
-_FUNCTION = r"^ai\.(generate|stream)(Text|Object)$"
 
 
 def read(attributes: AttributeColumns) -> Reading:
@@ -24,7 +24,7 @@ def read(attributes: AttributeColumns) -> Reading:
     client = operation.str.contains(_CLIENT)
     return replace(
         base,
-        call=client | operation.str.contains(_FUNCTION),
+        call=client,
         client=client,
         tool=operation == "ai.toolCall",
         chain=NO,
