@@ -24,6 +24,8 @@ CALLS = {
     # With the gateway, its spans; else requests that left the agent, or would have.
     "aborted_stream+gateway": (7, {"call_failed": 3}),
     "ai_sdk_6_js+gateway": (4, {}),
+    "ai_sdk_6_js_openinference+gateway": (2, {}),
+    "ai_sdk_6_js_traceloop+gateway": (2, {}),
     "ai_sdk_6_js_unlinked+gateway": (4, {}),
     "ai_sdk_7_js+gateway": (4, {}),
     "anthropic": (2, {"no_token_ids": 2}),
@@ -66,6 +68,9 @@ that names both makes one call of each two spans. docs/reference/fixtures.md, wh
 
 JAVASCRIPT = {
     "ai_sdk_6_js+gateway": (["breaker", "breaker", "streamer", "streamer"], ["broken"]),
+    # What the span processors of OpenInference and of Traceloop's SDK make of the AI SDK's spans.
+    "ai_sdk_6_js_openinference+gateway": (["breaker"] * 2, ["broken"]),
+    "ai_sdk_6_js_traceloop+gateway": (["breaker"] * 2, ["broken"]),
     # Without an instrumentation of HTTP: response ids alone join the gateway's spans.
     "ai_sdk_6_js_unlinked+gateway": (["breaker", "breaker", "streamer", "streamer"], ["broken"]),
     "ai_sdk_7_js+gateway": (["breaker", "breaker", "agent", "agent"], ["broken"]),
