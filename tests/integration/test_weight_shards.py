@@ -137,9 +137,12 @@ def test_row_range_divides_rows_as_pytorch_does(rows: int, ranks: int) -> None:
 
 
 def test_ranks_started_in_another_directory_import_this_projects_tests(tmp_path: Path) -> None:
-    """A library installs a package `tests` of its own, which the fork server would find there."""
+    """A library installs a package `tests` of its own, which the fork server would find there; it imports no more than that shows."""
     root = str(Path(__file__).parents[2])
-    program = f"import sys; sys.path.insert(0, {root!r}); from tests.support.ranks import on_ranks; print(on_ranks(2, max, 1, 2))"
+    program = (
+        f"import sys; sys.path.insert(0, {root!r}); from tests.support import ranks; ranks.PRELOADED = (ranks.__name__,); "
+        "print(ranks.on_ranks(2, max, 1, 2))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stdout) == (0, "[2, 2]\n"), ended.stderr
