@@ -134,11 +134,10 @@ def test_rollout_spans_of_random_traces_agrees_with_the_builder_row_by_row(
         ours = view.filter(pl.col("RolloutId").is_in(chosen)).select([*_ROW, *_KEYS]).select(as_text)
         assert resolved.select([*_ROW, *_KEYS]).unique().select(as_text).sort(_ROW).equals(ours.sort(_ROW))
         assert resolved["RunId"].unique().to_list() in ([f"{prefix}run"], [])
-    client.close()
 
 
 def test_rollout_of_a_span_that_names_none_is_that_of_its_resource(store: StoreSettings) -> None:
-    prefix, client, begin = uuid.uuid4().hex, connect(store), datetime(2026, 1, 1, tzinfo=UTC)
+    prefix, client, begin = uuid.uuid4().hex, client_of(store), datetime(2026, 1, 1, tzinfo=UTC)
 
     def identity(rollout: str, attempt: str) -> dict[str, str]:
         of_run = {"spangrad.run.id": f"run of {rollout}", "spangrad.rollout.mode": "train"}
@@ -169,7 +168,6 @@ def test_rollout_of_a_span_that_names_none_is_that_of_its_resource(store: StoreS
         ("no attempt", f"{prefix}-span", 0, "", ""),
         ("gen_ai.evaluation.result", f"{prefix}-process", 2, "run of process", "train"),
     ]
-    client.close()
 
 
 def test_rollout_assignment_of_nameless_spans_is_the_same_in_any_set_of_builds(store: StoreSettings) -> None:
