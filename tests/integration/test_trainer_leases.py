@@ -250,10 +250,19 @@ def test_ledger_database_with_invalid_url_raises_without_secret(url: str, senten
 
 
 RACE = """
+import os
 import sys
+from pathlib import Path
 from tests.integration.test_trainer_leases import race
-race(*sys.argv[1:])
+place, names, *outputs = sys.argv[1:]
+for output in map(Path, outputs):
+    if not os.fork():
+        with output.open("w") as sys.stdout:
+            race(place, output.parent.name, names)
+        os._exit(0)
+sys.exit(any([os.wait()[1] for _ in outputs]))
 """
+"""Program of racers, a process for each output, in a directory of its branch's name: what a process imports costs more than its race."""
 
 
 def race(place: str, branch: str, names: str) -> None:
@@ -278,17 +287,15 @@ def test_ledger_racing_trainers_train_each_rollout_once(place: Place, tmp_path: 
     branches = ("main", "other")
     for branch, base in zip(branches, ("00", "99"), strict=True):
         Ledger(place(), "policy", branch).register_initial(**{**BASE, "checksum": f"float32:{base}"})
+        (tmp_path / branch).mkdir()
+    outputs = [tmp_path / branch / str(number) for branch in branches for number in range(2)]
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    racers = [
-        (branch, ForkedChild("racer", ["-c", RACE, str(place()), branch, ",".join(names)], tmp_path / f"{branch}-{number}.log", env))
-        for branch in branches
-        for number in range(2)
-    ]
+    racers = ForkedChild("racers", ["-c", RACE, str(place()), ",".join(names), *map(str, outputs)], tmp_path / "log", env)
+    assert racers.process.wait(120) == 0, racers.log.read_text()
     trained: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
-    for branch, racer in racers:
-        code, output = racer.process.wait(120), racer.log.read_text()
-        assert code == 0, output
-        trained[branch] += [(int(version), name) for version, name in (line.split() for line in output.splitlines())]
+    for output in outputs:
+        lines = [line.split() for line in output.read_text().splitlines()]
+        trained[output.parent.name] += [(int(version), name) for version, name in lines]
     numbers = sorted(version for branch in branches for version, _ in trained[branch])
     assert numbers == list(range(2, 2 + 2 * len(names))), "a number was handed out twice, or a rollout trained twice"
     for branch in branches:
