@@ -6,7 +6,7 @@ One leads through the real OpenTelemetry Collector and its ClickHouse exporter, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ class Routes:
     def __init__(self, store: StoreSettings, collector: str) -> None:
         self._client = connect(store)
         self._urls = {"collector": collector, "direct": store.otlp_endpoint}
+        self._columns = {
+            signal: [row[0] for row in self._client.query(f"DESCRIBE otel.otel_{signal}").result_rows] for signal in ("traces", "logs")
+        }
         self._requests = 0
 
     def close(self) -> None:
@@ -55,17 +58,20 @@ class Routes:
         statement = f"SELECT count() FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}}"
         parameters = {"route": f"collector {self._requests}"}
         wait_until(lambda: self._client.query(statement, parameters=parameters).result_rows[0][0] >= count, 30, "the collector's rows")
-        by_collector, direct = (self._read(signal, f"{route} {self._requests}") for route in ROUTES)
-        return by_collector, direct
+        return self._read(signal)
 
-    def _read(self, signal: str, route: str) -> Rows:
-        columns = [row[0] for row in self._client.query(f"DESCRIBE otel.otel_{signal}").result_rows]
+    def _read(self, signal: str) -> tuple[Rows, Rows]:
+        columns = self._columns[signal]
         # As text, so that the order of a map's keys counts too.
         without_route = {"ResourceAttributes": "mapFilter((k, v) -> k != 'route', ResourceAttributes)"}
         texts = ", ".join(f"toString({without_route.get(column, f'`{column}`')})" for column in columns)
-        statement = f"SELECT {texts} FROM otel.otel_{signal} WHERE ResourceAttributes['route'] = {{route:String}} ORDER BY tuple({texts})"
-        rows: Sequence[Sequence[str]] = self._client.query(statement, parameters={"route": route}).result_rows
-        return [dict(zip(columns, row, strict=True)) for row in rows]
+        route = "ResourceAttributes['route']"
+        statement = f"SELECT {route}, {texts} FROM otel.otel_{signal} WHERE {route} IN {{routes:Array(String)}} ORDER BY tuple({texts})"
+        rows: tuple[Rows, Rows] = [], []
+        names = [f"{name} {self._requests}" for name in ROUTES]
+        for name, *values in self._client.query(statement, parameters={"routes": names}).result_rows:
+            rows[names.index(name)].append(dict(zip(columns, values, strict=True)))
+        return rows
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,15 @@ def insert(execute: Execute, table: str, **row: str) -> None:
     execute(f"INSERT INTO {stored(table)} ({', '.join(row)}) SELECT {', '.join(row.values())}")
 
 
+@contextmanager
+def at_once(execute: Execute) -> Generator[Execute]:
+    """Put off inserts of rows: each table gets all of a kind in one statement at the end, since each statement runs all views."""
+    rows: dict[str, list[str]] = {}
+    yield lambda sql: rows.setdefault(sql.partition(" SELECT ")[0], []).append(sql.partition(" SELECT ")[2]) or ""
+    for head, selected in rows.items():
+        execute(f"{head} SELECT {' UNION ALL SELECT '.join(selected)}")
+
+
 def span(execute: Execute, trace: str, name: str, day: str, *, scope: str = "test", **attributes: str) -> None:
     pairs = ", ".join(f"'{key.replace('__', '.')}', '{value}'" for key, value in attributes.items())
     insert(
@@ -179,16 +188,17 @@ def commit(execute: Execute, *rollouts: str) -> None:
 
 def test_schema_views_count_spans_delivered_twice_once(laid_out: tuple[Execute, Layout]) -> None:
     execute, _ = laid_out
-    for trace in ("t1", "t2", "t3"):
-        for _ in range(2):
-            span(execute, trace, "chat", OLD_DAY, scope="spangrad.gateway", spangrad__rollout__id=f"rollout-{trace}")
-            span(execute, trace, "rollout", OLD_DAY, spangrad__rollout__id=f"rollout-{trace}", spangrad__rollout__final="true")
-            conclude(execute, "rewards", f"rollout-{trace}", OLD_DAY, trace)
-            conclude(execute, "transitions", f"rollout-{trace}", OLD_DAY, trace)
-            conclude(execute, "drops", f"rollout-{trace}", OLD_DAY, trace, call="d")
-            conclude(execute, "tool_calls", f"rollout-{trace}", OLD_DAY, trace)
-            conclude(execute, "builds", f"rollout-{trace}", OLD_DAY)
-            commit(execute, f"rollout-{trace}")
+    for _ in range(2):
+        with at_once(execute) as put:
+            for trace in ("t1", "t2", "t3"):
+                span(put, trace, "chat", OLD_DAY, scope="spangrad.gateway", spangrad__rollout__id=f"rollout-{trace}")
+                span(put, trace, "rollout", OLD_DAY, spangrad__rollout__id=f"rollout-{trace}", spangrad__rollout__final="true")
+                conclude(put, "rewards", f"rollout-{trace}", OLD_DAY, trace)
+                conclude(put, "transitions", f"rollout-{trace}", OLD_DAY, trace)
+                conclude(put, "drops", f"rollout-{trace}", OLD_DAY, trace, call="d")
+                conclude(put, "tool_calls", f"rollout-{trace}", OLD_DAY, trace)
+                conclude(put, "builds", f"rollout-{trace}", OLD_DAY)
+                commit(put, f"rollout-{trace}")
 
     counted = {
         view: execute(f"SELECT {column}, count() FROM spangrad.{view} GROUP BY ALL ORDER BY ALL").split("\n")[:-1]
@@ -283,30 +293,31 @@ def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
 @pytest.mark.parametrize("laid_out", ["one server", pytest.param("sharded", marks=pytest.mark.slow)], indirect=True)
 def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tuple[Execute, Layout]) -> None:
     execute, layout = laid_out
-    rollout(execute, "trained", "trained-1", OLD_DAY)
-    # Its second attempt, which no batch used, and a trace that names the conversation that was trained on one span alone.
-    span(execute, "trained-2", "rollout", OLD_DAY, spangrad__rollout__id="trained")
-    span(execute, "chat", "turn", OLD_DAY, session__id="conversation")
-    span(execute, "chat", "tool", OLD_DAY)
-    conclude(execute, "transitions", "conversation", OLD_DAY, "chat")
-    conclude(execute, "builds", "conversation", OLD_DAY)
-    rollout(execute, "untrained", "untrained-1", OLD_DAY)
-    rollout(execute, "young", "young-1", NEW_DAY)
-    # Began before, goes on after: nothing of it goes, nor what was concluded of it.
-    span(execute, "lasting-1", "rollout", OLD_DAY, spangrad__rollout__id="lasting")
-    span(execute, "lasting-1", "late", NEW_DAY)
-    conclude(execute, "transitions", "lasting", OLD_DAY, "lasting-1")
-    # All of its spans are old, but its last conclusion is not.
-    span(execute, "doubted-1", "rollout", OLD_DAY, spangrad__rollout__id="doubted")
-    conclude(execute, "transitions", "doubted", OLD_DAY, "doubted-1")
-    conclude(execute, "drops", "doubted", NEW_DAY, "doubted-1")
-    # Its last revision was written of late, of rows that are old.
-    conclude(execute, "transitions", "revised", OLD_DAY)
-    conclude(execute, "builds", "revised", NEW_DAY)
-    # Trained, and its spans were lost.
-    conclude(execute, "transitions", "bare", OLD_DAY)
-    conclude(execute, "builds", "bare", OLD_DAY)
-    commit(execute, "trained", "conversation", "bare")
+    with at_once(execute) as put:
+        rollout(put, "trained", "trained-1", OLD_DAY)
+        # Its second attempt, which no batch used, and a trace that names the conversation that was trained on one span alone.
+        span(put, "trained-2", "rollout", OLD_DAY, spangrad__rollout__id="trained")
+        span(put, "chat", "turn", OLD_DAY, session__id="conversation")
+        span(put, "chat", "tool", OLD_DAY)
+        conclude(put, "transitions", "conversation", OLD_DAY, "chat")
+        conclude(put, "builds", "conversation", OLD_DAY)
+        rollout(put, "untrained", "untrained-1", OLD_DAY)
+        rollout(put, "young", "young-1", NEW_DAY)
+        # Began before, goes on after: nothing of it goes, nor what was concluded of it.
+        span(put, "lasting-1", "rollout", OLD_DAY, spangrad__rollout__id="lasting")
+        span(put, "lasting-1", "late", NEW_DAY)
+        conclude(put, "transitions", "lasting", OLD_DAY, "lasting-1")
+        # All of its spans are old, but its last conclusion is not.
+        span(put, "doubted-1", "rollout", OLD_DAY, spangrad__rollout__id="doubted")
+        conclude(put, "transitions", "doubted", OLD_DAY, "doubted-1")
+        conclude(put, "drops", "doubted", NEW_DAY, "doubted-1")
+        # Its last revision was written of late, of rows that are old.
+        conclude(put, "transitions", "revised", OLD_DAY)
+        conclude(put, "builds", "revised", NEW_DAY)
+        # Trained, and its spans were lost.
+        conclude(put, "transitions", "bare", OLD_DAY)
+        conclude(put, "builds", "bare", OLD_DAY)
+        commit(put, "trained", "conversation", "bare")
 
     expired = expire(execute, BEFORE, layout)
 
