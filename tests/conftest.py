@@ -177,9 +177,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSettings]:
 @pytest.fixture(scope="module", autouse=True)
 def _emptied_store(request: pytest.FixtureRequest) -> None:
     """Empty the shared store before a file that uses it: builders would build the rollouts of all files before."""
-    if any("store" in item.fixturenames for item in request.session.items if item.path == request.path):  # type: ignore[attr-defined]
+    if _stores and request.path in _users_of_store(request.session):
         for settings in _stores:
             empty_store(settings)
+
+
+@functools.cache
+def _users_of_store(session: pytest.Session) -> set[Path]:
+    return {item.path for item in session.items if "store" in item.fixturenames}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
