@@ -47,6 +47,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+
+
 def outcome(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str, **options: Any) -> tuple[int, list[str]]:
     """The exit code, and what stands below the table; ROLLOUT is a rollout's id."""
     lines = [json.dumps({"task_id": f"task {place}", "input": given}) for place, given in enumerate(inputs)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from runner.runner import Outcome, Runner
 from runner.workers.agents import CallableAgent, CommandAgent
 from spangrad import semconv
@@ -36,6 +38,11 @@ def rescue(given, error, stage):
         return None
     return 0.25 if stage == "evaluate" else "half"
 """
+
+
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> None:
