@@ -35,6 +35,11 @@ REASONS = {"crash": AttemptFailure.EXIT_CODE, "hang": AttemptFailure.TIMEOUT, "g
 REWARDS = {AttemptFailure.EXIT_CODE: {"reward": 0.0}, AttemptFailure.TIMEOUT: {"reward": -1.0}, AttemptFailure.INVALID_OUTPUT: None}
 
 
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
 async def test_worker_rollouts_with_failing_agents_end_with_a_reason_each(tmp_path: Path, count: int) -> None:
     moods = [mood for mood, percent in BAD.items() for _ in range(count * percent // 100)]
