@@ -124,7 +124,19 @@ def _stop_at(functions: Boundaries, first: int) -> None:
 # tests' process, in groups of their own, with their own outputs, environment and working directory.
 
 IMPORTED = {
-    "services": ("collector.server", "gateway.server", "runner.runner", "runner.workers.worker", "runner.queue.server", "spangrad.cli"),
+    "services": (
+        "collector.server",
+        "gateway.server",
+        "runner.runner",
+        "runner.workers.worker",
+        "runner.queue.server",
+        "clickhouse_connect",
+        "commands.console",
+        "cyclopts.help",
+        "docstring_parser",
+        "rich.markdown",
+        "spangrad.cli",
+    ),
     "trainer": (
         "verl.trainer.config",
         "verl.trainer.ppo.core_algos",
