@@ -97,6 +97,11 @@ def train_once(settings: Settings, directory: Path, model: Path) -> str:
     return answer.stderr
 
 
+@pytest.fixture(autouse=True)
+def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain")  # their framework is openai
+
+
 def test_loop_every_call_is_transition_or_drop(gateway: Settings, tmp_path: Path) -> None:
     settings = own_run(gateway)
     agent = CallableAgent("plain_agents:stumble", directory=AGENTS)
