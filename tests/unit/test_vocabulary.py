@@ -113,7 +113,7 @@ def modules(package: str) -> list[Module]:
 def module_of(path: Path) -> Module:
     tree = ast.parse(path.read_text())
     module = Module(str(path.relative_to(ROOT)), [], [], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)], [])
-    short, nodes = set[ast.AST](), [tree]
+    short, nodes = set[ast.AST](), list[ast.AST]([tree])
     for node in nodes:  # the list grows meanwhile: each node stands in it before those that it holds
         match node:
             case ast.Name(id=name, ctx=ast.Store()) if node not in short:
@@ -135,6 +135,8 @@ def module_of(path: Path) -> Module:
                 short.update(name for generator in generators for name in ast.walk(generator.target))
             case ast.Expr(value=ast.Constant(value=str(text))):
                 module.docstrings.append((text, node.lineno))
+            case _:
+                pass
         nodes += ast.iter_child_nodes(node)
     return module
 
