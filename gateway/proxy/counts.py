@@ -44,7 +44,7 @@ class _Tally:
     overflowed: bool = False
     """True if the last call that ended was refused because its prompt was longer than the model's context."""
     idle: asyncio.Event | None = None
-    """Event that is set when no call is in flight any more. None: nobody waits for that."""
+    """Event that is set when no call is in flight any more. None: no caller waits for that."""
     closed: ClosedAttempt | None = None
     """None: it has not ended, as far as is known."""
     limits: dict[asyncio.Timeout, float] = field(default_factory=dict[asyncio.Timeout, float])

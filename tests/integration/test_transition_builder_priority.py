@@ -112,20 +112,20 @@ def test_builder_urgent_pass_leaves_production_to_a_later_one(store: StoreSettin
 def test_builder_amid_backlog_of_production_sweeps_when_due(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = Builder(settings_of(store, "amid", quiet_seconds=0))
     builder.build_ready()
-    post(store, production("amid", BACKLOG))
-    looks: list[bool] = []
+    post(store, production("amid", SLICE + 50))
+    swept: list[bool] = []
     original = discovery.Discovery.begin
 
     def begin(self: Any, now: datetime, *, sweeps: bool) -> None:
-        looks.append(sweeps)
+        swept.append(sweeps)
         original(self, now, sweeps=sweeps)
 
     monkeypatch.setattr(discovery.Discovery, "begin", begin)
     # The first slice takes until a sweep is due.
     builds = Builds(monkeypatch, lambda: monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0)))
     summary = builder.build_ready()
-    assert looks[:2] == [False, True]
-    assert (summary.rollouts, sum(builds.sizes)) == (BACKLOG, BACKLOG)
+    assert swept[:2] == [False, True]
+    assert (summary.rollouts, sum(builds.sizes)) == (SLICE + 50, SLICE + 50)
 
 
 def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:
