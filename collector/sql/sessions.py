@@ -31,6 +31,8 @@ class _ConfiguredHandle:
         self.handle = handle
         self.role = role
         self.lock = threading.Lock()
+        self.requests = 0
+        """Number of requests that use the session or wait for it: while there are any it is not closed."""
         self.database = ""
         self.settings: dict[str, str] = {}
         self.expires = 0.0
@@ -97,18 +99,22 @@ class SessionPool:
     def _in_session(self, name: str, statement: Statement) -> Generator[Handle]:
         """Lend a session's handle. A request for `readonly` does not restrict it, since that could not be reset."""
         configured = self._session(name, statement.session_must_exist)
-        if not configured.lock.acquire(timeout=SESSION_WAIT_SECONDS):
-            raise BadRequestError(373, f"Session {name} is locked by a concurrent client.", "SESSION_IS_LOCKED")
         try:
-            configured.configure(statement.database, _revocable(statement.settings))
+            if not configured.lock.acquire(timeout=SESSION_WAIT_SECONDS):
+                raise BadRequestError(373, f"Session {name} is locked by a concurrent client.", "SESSION_IS_LOCKED")
             try:
-                load_tables(configured.handle, statement.tables)
-                yield configured.handle
+                configured.configure(statement.database, _revocable(statement.settings))
+                try:
+                    load_tables(configured.handle, statement.tables)
+                    yield configured.handle
+                finally:
+                    drop_tables(configured.handle, statement.tables)
             finally:
-                drop_tables(configured.handle, statement.tables)
+                configured.expires = time.monotonic() + statement.session_seconds
+                configured.lock.release()
         finally:
-            configured.expires = time.monotonic() + statement.session_seconds
-            configured.lock.release()
+            with self._lock:
+                configured.requests -= 1
 
     @contextmanager
     def _reading(self, statement: Statement) -> Generator[Handle]:
@@ -183,6 +189,7 @@ class SessionPool:
             evicted.handle.close()
 
     def _session(self, name: str, must_exist: bool) -> _ConfiguredHandle:
+        """Return a session, with one request more."""
         with self._lock:
             configured = self._sessions.get(name)
             if configured is None and must_exist:
@@ -191,16 +198,17 @@ class SessionPool:
                 raise BadRequestError(202, f"more than {MAX_SESSIONS} sessions.", "TOO_MANY_SIMULTANEOUS_QUERIES")
             if configured is None:
                 configured = self._sessions[name] = _ConfiguredHandle(self._open(), TokenRole.WRITER)
-            # Kept from now on, so that no other request closes it before it is used.
-            configured.expires = time.monotonic() + 60
+            configured.requests += 1
             return configured
 
     def _close_expired(self) -> None:
         """Close the sessions whose time is over, with their temporary tables: with any request, as no other session may ever come."""
         now = time.monotonic()
         with self._lock:
-            for name in [name for name, session in self._sessions.items() if session.expires < now and not session.lock.locked()]:
-                self._sessions.pop(name).handle.close()
+            over = [name for name, session in self._sessions.items() if session.expires < now and not session.requests]
+            expired = [self._sessions.pop(name) for name in over]
+        for session in expired:
+            session.handle.close()
 
 
 def _revocable(settings: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,32 @@ def test_session_pool_closes_expired_session_with_request_of_no_session() -> Non
     with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 0.0, False), TokenRole.READER):
         pass
     assert [handle.closed for handle in opened] == [True, False]
+
+
+def test_session_pool_keeps_session_that_a_request_waits_for() -> None:
+    opened: list[StubbornHandle] = []
+
+    def new_handle() -> Handle:
+        opened.append(StubbornHandle("nothing"))
+        return cast(Handle, opened[-1])
+
+    handles = SessionPool(new_handle)
+    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 0.0, False)
+    first = handles.borrow(statement, TokenRole.WRITER)
+    first.__enter__()
+    session = handles._sessions["session"]  # pyright: ignore[reportPrivateUsage]
+    lock = session.lock
+
+    def acquire(timeout: float) -> bool:
+        """Let the first request end, and one without a session come, before the request that waits gets the session."""
+        first.__exit__(None, None, None)
+        with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 0.0, False), TokenRole.WRITER):
+            pass
+        return lock.acquire(timeout=timeout)
+
+    session.lock = cast(threading.Lock, SimpleNamespace(acquire=acquire, locked=lock.locked, release=lock.release))
+    with handles.borrow(statement, TokenRole.WRITER):
+        assert not opened[0].closed
 
 
 def test_session_pool_closes_reader_handle_that_is_not_read_only() -> None:
