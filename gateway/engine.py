@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from gateway.engine_arguments import names_api_servers, require_orders_reach_all
+from gateway.engine_arguments import keeps_worker_in_engine, names_api_servers, require_orders_reach_all
 from gateway.engine_failure import failure
 from gateway.engine_fit import fit_to_memory, vllm_python
 from gateway.registration import Registration
@@ -147,7 +147,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
     return {
         **inherited,
         **(adapters if engine.lora_rank else {}),
-        **(_WORKER_IN_ENGINE if "uni" in engine.extra_args else {}),
+        **(_WORKER_IN_ENGINE if keeps_worker_in_engine(engine.extra_args) else {}),
         **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
         **({TOKEN_VARIABLE: token} if (token := _token(engine)) else {}),
         "PATH": f"{vllm_python(engine).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",

@@ -1,4 +1,4 @@
-"""Arguments of vLLM that divide one engine so that the gateway's orders do not reach all of it.
+"""Arguments of vLLM that divide one engine so that the gateway's orders do not reach all of it, and those that change how it is started.
 
 In: engine.extra_args, and the configuration file that they may name. Out: the first argument that does. Invariant: arguments are read as
 vLLM reads them, also those from YAML.
@@ -19,6 +19,7 @@ from spangrad.probing.vllm_arguments import vllm_arguments
 from spangrad.settings import EngineSettings
 
 _API_SERVERS = "--api-server-count"
+_EXECUTOR = "--distributed-executor-backend"
 _SOME_RANKS = (
     "--data-parallel-rank",
     "--data-parallel-start-rank",
@@ -45,6 +46,11 @@ def require_orders_reach_all(engine: EngineSettings) -> None:
 def names_api_servers(extra_args: Sequence[str]) -> bool:
     """Return whether the arguments set the number of API servers."""
     return any(option == _API_SERVERS for option, _, _ in _options(extra_args))
+
+
+def keeps_worker_in_engine(extra_args: Sequence[str]) -> bool:
+    """Return whether the arguments have the engine's process do the work of its worker; those of the file hold where no other is given."""
+    return next((value for option, value, _ in _options(extra_args) if option == _EXECUTOR), "") == "uni"
 
 
 def _refusal(option: str, value: str, engine: EngineSettings) -> str:

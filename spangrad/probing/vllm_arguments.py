@@ -18,6 +18,7 @@ _OPTIONS = (
     ("--gpu-memory-utilization",),
     ("--config",),
     ("--headless",),
+    ("--distributed-executor-backend",),
     ("--api-server-count", "-asc"),
     ("--data-parallel-rank", "-dpn"),
     ("--data-parallel-start-rank", "-dpr"),

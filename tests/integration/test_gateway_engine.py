@@ -81,11 +81,25 @@ def test_engine_environment_has_plugin_and_no_misleading_variables(model: Path, 
     }
 
 
-def test_engine_environment_with_uni_executor_keeps_worker_in_the_engine(model: Path, tmp_path: Path) -> None:
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    assert name not in environment(settings(model, tmp_path), model)
-    chosen = settings(model, tmp_path, extra_args=["--distributed-executor-backend", "uni"])
-    assert environment(chosen, model)[name] == "0"
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], None),
+        (["--distributed-executor-backend", "uni"], "0"),
+        (["--distributed_executor_backend=uni"], "0"),
+        (["--config", "vllm.yaml"], "0"),
+        (["--config", "vllm.yaml", "--distributed-executor-backend", "mp"], None),
+        (["--distributed-executor-backend", "uni", "--distributed-executor-backend", "mp"], None),
+        (["--tool-call-parser", "uni"], None),
+    ],
+    ids=str,
+)
+def test_engine_environment_with_uni_executor_keeps_worker_in_the_engine(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], value: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vllm.yaml").write_text("distributed-executor-backend: uni\n")
+    assert environment(settings(model, tmp_path, extra_args=arguments), model).get("VLLM_ENABLE_V1_MULTIPROCESSING") == value
 
 
 def test_engine_with_lora_rank_serves_zero_adapter(model: Path, tmp_path: Path) -> None:
