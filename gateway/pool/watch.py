@@ -151,7 +151,10 @@ async def _restart(backend: Backend, seconds: float) -> None:
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
-                *dying_with_parent(backend.restart_command), stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output
+                *dying_with_parent(backend.restart_command, inherits_limit=True),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
         except OSError as error:
             backend.reason = f"{why} Its restart command cannot be run: {error}."

@@ -57,7 +57,7 @@ class ShardCommand:
         arguments = ("--factory", self.factory, "--path", str(self.directory.resolve()), "--sockets", *map(str, descriptors))
         environment = {**without_secrets(os.environ), **self.variables}
         return subprocess.Popen(
-            dying_with_parent([sys.executable, "-P", "-m", "runner.sessions.shard", *arguments], environment),
+            dying_with_parent([sys.executable, "-P", "-m", "runner.sessions.shard", *arguments], environment, inherits_limit=True),
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=descriptors,

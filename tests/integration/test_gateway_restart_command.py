@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from spangrad import processes
 from spangrad.weights.checksums import checksum_directory
 from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, staged, started
 
@@ -33,10 +34,14 @@ async def versions(stage: Stage) -> list[int]:
     return [one["version"] for one in await backends(stage)]
 
 
-async def test_restart_command_brings_engine_back_with_served_version(weights: list[Path], tmp_path: Path) -> None:
+async def test_restart_command_brings_engine_back_with_served_version(
+    weights: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_inherited_files", 512)
     (engine,) = started(weights, 1)
     restarts = tmp_path / "restarts"
-    command = [sys.executable, "-c", f"open({str(restarts)!r}, 'a').write('x')"]
+    show = f"import resource; open({str(restarts)!r}, 'a').write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))"
+    command = [sys.executable, "-c", show]
     async with staged(engine, backends=[{"url": f"http://127.0.0.1:{engine.port}", "restart_command": command}]) as stage:
         await stage.readiness("serving")
         await publish(stage, weights, 1)
@@ -50,6 +55,7 @@ async def test_restart_command_brings_engine_back_with_served_version(weights: l
         engine.version, engine.model, engine.checksum = 0, str(weights[0]), checksum_directory(weights[0])
         await all_serve(stage, 1)
         assert (await versions(stage), engine.checksum) == ([1], checksum_directory(weights[1]))
+    assert restarts.read_text() == "512", "an engine may open as many files as the gateway could at its start"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.sessions.shards import ShardCommand
 from spangrad import processes
 from spangrad.errors import SpangradError
 from spangrad.processes import MARK, Child, dying_with_parent, free_ports, kill_marked, require_free_port, require_safe_bind, wait_until
@@ -289,3 +291,16 @@ def ready(_):
 serve(service, ready)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"(200, 200)\n"
+
+
+def test_shard_may_open_as_many_files_as_its_server_could_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_inherited_files", 512)
+    (requests, requests_of_shard), (responses, responses_of_shard) = socket.socketpair(), socket.socketpair()
+    with requests, requests_of_shard, responses, responses_of_shard:
+        agents = Path(__file__).resolve().parent.parent / "agents"
+        responses.settimeout(60)
+        process = ShardCommand("guess_game:Guess", agents, {}).start(requests_of_shard, responses_of_shard)
+        responses.recv(1)  # it is ready
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE)[0] == 512
+        requests.close()
+        process.wait(60)
