@@ -2,8 +2,9 @@
 
 In: the rows of `builds`. Out: the groups with as many built rollouts as their size. Invariant: history is scanned once; after that a
 poll reads the rows that have arrived since the last one. The members of a group are read when its first rollout arrives, and again when a
-rollout of it is built anew; else they follow from the rows that arrive. The caller releases the groups that it has trained or skipped, so
-that memory holds only those that wait to be trained, and those of which something has arrived within an hour.
+rollout of it is built anew or arrives after they were forgotten; else they follow from the rows that arrive. The caller releases the groups
+that it has trained or skipped, so that memory holds only those that wait to be trained, and those of which a rollout was first built within
+the last hour.
 
 A row is dated when its insert begins and is seen when that ends. So each poll reads again a few seconds before the last one, and every
 30 seconds as much as the longest insert takes; rows that were seen already change nothing.
@@ -33,8 +34,8 @@ SWEEP_OVERLAP = 120_000_000
 """Overlap of two sweeps, in microseconds: longer than any insert takes."""
 _SECONDS_BETWEEN_SWEEPS = 30.0
 _STALLED = 3_600_000_000
-"""Time without an arrival after which the members of a group that is not whole are forgotten, in microseconds: it may never be, as one
-that was cancelled."""
+"""Time without a new rollout after which the members of a group that is not whole are forgotten, in microseconds: it may never be whole,
+as one that was cancelled."""
 
 THIS_RUN = "RunId = %(run)s AND BuildSpec = %(spec)s"
 _NOW = "SELECT toUnixTimestamp64Micro(now64(6))"
@@ -173,7 +174,7 @@ class BuiltGroups:
             self._forget_stalled(whole, now)
 
     def _forget_stalled(self, whole: dict[Key, int], now: int) -> None:
-        """Forget members of groups that wait for rollouts since long; what arrives of one reads them again."""
+        """Forget the members of groups that have long waited for rollouts; they are read again when one arrives."""
         kept, since = {group for _, group in whole}, now - _STALLED
         for key, members in [*self._members.items()]:
             if key[1] not in kept and all(row.dated < since for row in members.values()):
