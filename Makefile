@@ -89,4 +89,4 @@ pictures: setup
 	$(BIN)/python -m tests.programs.page_pictures
 
 clean:
-	rm -rf .venv .venv-vllm .venv-docs .venv-peers .setup build runs data
+	rm -rf .venv .venv-vllm .venv-docs .venv-node .venv-peers .setup build runs data

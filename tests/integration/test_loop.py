@@ -300,7 +300,7 @@ def test_loop_program_without_instrumentation_is_recorded_under_root_span(gatewa
     assert sorted(rows) == sorted((outcome.key.rollout_id, "train", 1, 0.5, 1) for outcome in outcomes)
 
 
-@pytest.mark.skipif(not (NODE.is_dir() and shutil.which("node")), reason="no Node, or no packages of `make node`")
+@pytest.mark.skipif(not ((NODE.parent / ".made-from").exists() and shutil.which("node")), reason="no Node, or no packages of `make node`")
 def test_loop_program_in_javascript_is_one_rollout_with_its_tools(
     gateway: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
