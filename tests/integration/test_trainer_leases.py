@@ -291,7 +291,10 @@ def test_ledger_racing_trainers_train_each_rollout_once(place: Place, tmp_path: 
     outputs = [tmp_path / branch / str(number) for branch in branches for number in range(2)]
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
     racers = ForkedChild("racers", ["-c", RACE, str(place()), ",".join(names), *map(str, outputs)], tmp_path / "log", env)
-    assert racers.process.wait(120) == 0, racers.log.read_text()
+    try:
+        assert racers.process.wait(120) == 0, racers.log.read_text()
+    finally:
+        racers.stop(grace_seconds=0)  # those that hang would outlive us: only the process that forked them ends with ours
     trained: dict[str, list[tuple[int, str]]] = {branch: [] for branch in branches}
     for output in outputs:
         lines = [line.split() for line in output.read_text().splitlines()]
