@@ -100,7 +100,7 @@ class Module:
     """Docstrings of itself, its classes, functions and fields."""
     functions: Placed
     classes: list[str]
-    """Names of the classes that other modules may import."""
+    """Names of its public classes, but for those within others."""
     settings: list[tuple[str, str, str]]
     """Class, name and docstring of each field of a section of settings."""
 
@@ -112,7 +112,8 @@ def modules(package: str) -> list[Module]:
 
 def module_of(path: Path) -> Module:
     tree = ast.parse(path.read_text())
-    module = Module(str(path.relative_to(ROOT)), [], [], [], [node.name for node in tree.body if isinstance(node, ast.ClassDef)], [])
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    module = Module(str(path.relative_to(ROOT)), [], [], [], classes, [])
     short, nodes = set[ast.AST](), list[ast.AST]([tree])
     for node in nodes:  # the list grows meanwhile: each node stands in it before those that it holds
         match node:
@@ -189,8 +190,7 @@ def test_public_class_names_are_unique() -> None:
     for package in PACKAGES:
         for module in modules(package):
             for name in module.classes:
-                if not name.startswith("_"):
-                    homes[name].append(module.path)
+                homes[name].append(module.path)
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
