@@ -357,7 +357,9 @@ def _otlp_value(value: Any) -> dict[str, object]:
 def _of_otlp(value: dict[str, Any]) -> Any:
     """A value of OTLP/JSON, an array as the JSON text that the store has, and none as an empty text."""
     kind, content = next(iter(value.items()), ("stringValue", ""))
-    return json.dumps([_of_otlp(child) for child in content.get("values", [])]) if kind == "arrayValue" else content
+    if kind != "arrayValue":
+        return content
+    return json.dumps([_of_otlp(child) for child in content.get("values", [])], ensure_ascii=False, separators=(",", ":"))
 
 
 class CountingIds(IdGenerator):
