@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
+import playwright
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
 from spangrad.settings import Settings, StoreSettings
 from spangrad.store.clickhouse import connect
-from tests.support.pages import Visitor, browsers, running_page
+from tests.support.pages import CHROMIUM_OPTIONS, Visitor, browsers, running_page
 
 POLICY = "scripts"
 PLOTS = "async () => (await import('/static/vendor/uPlot-1.6.32.esm.js')).default.sync('steps').plots.length"
@@ -63,6 +66,16 @@ def answer_call(page: Page) -> None:
 def choose(page: Page, outcome: str) -> None:
     page.get_by_label("Outcome").fill(outcome)
     page.get_by_role("button", name="Filter").click()
+
+
+def test_chromium_options_disable_the_features_of_playwright() -> None:
+    """Chromium takes the last of two such options, which is ours: another release of Playwright may disable more."""
+    bundle = Path(playwright.__file__).parent / "driver/package/lib/coreBundle.js"
+    listed = re.search(r"disabledFeatures = \[(.*?)\]", bundle.read_text(), re.S)
+    assert listed, f"{bundle} has no list of disabled features"
+    features = re.findall(r'^ *"(\w+)"', listed[1], re.M)
+    assert len(features) > 10
+    assert set(features) <= set(CHROMIUM_OPTIONS[-1].partition("=")[2].split(","))
 
 
 def test_overview_new_versions_end_the_charts_before_them(visitor: Visitor, store: StoreSettings) -> None:

@@ -245,8 +245,9 @@ def chromium() -> str:
 
 _OF_PLAYWRIGHT = (
     "AvoidUnnecessaryBeforeUnloadCheckSync,DestroyProfileOnBrowserClose,HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,LensOverlay,"
-    "MediaRouter,PaintHolding,ThirdPartyStoragePartitioning,AvoidCorsURLLoaderRestartOnRedirect,OptimizationHints,"
-    "NetworkTimeServiceQuerying,AimEnabled,PreconnectToSearch"
+    "MediaRouter,PaintHolding,ThirdPartyStoragePartitioning,AvoidCorsURLLoaderRestartOnRedirect,TcpPortRandomizationWin,"
+    "OptimizationHints,NetworkTimeServiceQuerying,AimEnabled,PreconnectToSearch,msForceBrowserSignIn,"
+    "msEdgeUpdateLaunchServicesPreferredVersion"
 )
 """Features of Chromium that Playwright disables: of two such options Chromium takes the last."""
 # Each window of a headless Chromium would load the two pages of an address bar that nobody sees, and keep a renderer for the next site.
