@@ -69,6 +69,17 @@ def test_reconstruct_calls_inside_one_framework_span_are_one_branch() -> None:
     assert ran(spans) == {tool: first}
 
 
+@pytest.mark.parametrize("retries", [0, 1])
+def test_reconstruct_framework_span_around_retries_is_that_of_one_call(retries: int) -> None:
+    spans = SpanFactory()
+    root = spans.root()
+    client = spans.client(spans.span("ChatOpenAI", root, kind="LLM", **LONG), **SHORT)
+    failed = [spans.call(client, HttpStatus=500) for _ in range(retries)]
+    first = spans.call(client, **alone(1))
+    second = spans.call(spans.client(root, **SHORT), **alone(2))
+    assert {span: line for span, line in lines(spans).items() if span not in failed} == {first: ("", 0), second: ("", 1)}, "they overlap"
+
+
 @pytest.mark.parametrize(("begins", "precedes"), [(0.005, True), (0.004, False), (0.0055, False)])
 def test_reconstruct_start_in_whole_milliseconds_may_be_later(begins: float, precedes: bool) -> None:
     """OpenTelemetry for JavaScript: a span starts at a whole millisecond and ends at a nanosecond, so that the next seems to overlap it."""

@@ -59,8 +59,10 @@ class CallGroups:
         return self.tree.outermost(self.distance == CLIENT)
 
     def outermost(self, calls: Indices) -> Indices:
-        """Return the outermost span of each call: that of its group, but of no framework span around several calls."""
-        several = (self.distance == FRAMEWORK) & (self.tree.count_below(calls) > 1)
+        """Return the outermost span of each call: that of its group, but no framework span around several calls; retries are one."""
+        heads = self.tree.outermost(self.member & (self.distance != FRAMEWORK))[calls]
+        heads = np.unique(np.where(heads == self.tree.size, calls, heads))
+        several = (self.distance == FRAMEWORK) & (self.tree.count_below(heads) > 1)
         return self.tree.outermost(self.member & ~several)[calls]
 
     @property
