@@ -65,7 +65,13 @@ _OLD_DERIVED = f"""IngestedAt < {{cutoff}} AND RolloutId NOT IN ({_TRAINED}) AND
         SELECT RolloutId FROM spangrad_internal.builds WHERE IngestedAt >= {{cutoff}})
     WHERE RolloutId IN (SELECT RolloutId FROM spangrad_internal.{{table}} WHERE IngestedAt < {{cutoff}}))"""
 _NAMES_TRAINED = " OR ".join(
-    f"LogAttributes['{name}'] IN ({_TRAINED})" for name in ("spangrad.rollout.id", "session.id", "gen_ai.conversation.id")
+    f"{name} IN ({_TRAINED})"
+    for name in (
+        "LogAttributes['spangrad.rollout.id']",
+        "ResourceAttributes['spangrad.rollout.id']",
+        "LogAttributes['session.id']",
+        "LogAttributes['gen_ai.conversation.id']",
+    )
 )
 
 OLD = {

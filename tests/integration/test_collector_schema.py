@@ -267,7 +267,7 @@ def left(execute: Execute) -> dict[str, list[str]]:
     }
 
 
-def log(execute: Execute, trace: str, day: str, rollout: str = "") -> None:
+def log(execute: Execute, trace: str, day: str, rollout: str = "", resource: str = "") -> None:
     insert(
         execute,
         "otel_logs",
@@ -275,17 +275,19 @@ def log(execute: Execute, trace: str, day: str, rollout: str = "") -> None:
         TraceId=f"'{trace}'",
         EventName="'gen_ai.evaluation.result'",
         LogAttributes=f"map('spangrad.rollout.id', '{rollout}')",
+        ResourceAttributes=f"map('spangrad.rollout.id', '{resource}')",
     )
 
 
 def rollout(execute: Execute, rollout_id: str, trace: str, day: str) -> None:
-    """A rollout of three spans, one of which does not know whose it is, two logs, one of them without a trace, and conclusions."""
+    """A rollout of three spans, one of which does not know whose it is, three logs, two of them without a trace, and conclusions."""
     span(execute, trace, "rollout", day, spangrad__rollout__id=rollout_id, spangrad__rollout__final="true")
     span(execute, trace, "chat", day, scope="spangrad.gateway", spangrad__rollout__id=rollout_id)
     span(execute, trace, "foreign", day)
     insert(execute, "dropped_attributes", Timestamp=f"toDateTime64('{day}', 9)", TraceId=f"'{trace}'", Attributes="1")
     log(execute, trace, day)
     log(execute, "", day, rollout_id)
+    log(execute, "", day, resource=rollout_id)
     for table in ("rewards", "transitions", "drops", "tool_calls", "builds"):
         conclude(execute, table, rollout_id, day, trace)
 
@@ -328,11 +330,11 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
     assert traces == ["chat", "lasting-1", "trained-1", "trained-2", "young-1"]
     assert keys == ["chat", "lasting-1", "trained-1", "young-1"]
     assert after == {
-        "rollout_spans": [" 2", "chat 2", "lasting-1 2", "trained-1 4", "trained-2 1", "young-1 4"],
+        "rollout_spans": [" 4", "chat 2", "lasting-1 2", "trained-1 4", "trained-2 1", "young-1 4"],
         "attempts": ["trained-1 1", "young-1 1"],
         "calls": ["trained-1 1", "young-1 1"],
         "otel_traces": spans,
-        "otel_logs": [" 2", "trained-1 1", "young-1 1"],
+        "otel_logs": [" 4", "trained-1 1", "young-1 1"],
         "dropped_attributes": ["trained-1 1", "young-1 1"],
         "rewards": ["trained 1", "young 1"],
         "transitions": ["bare 1", "conversation 1", "doubted 1", "lasting 1", "revised 1", "trained 1", "young 1"],
@@ -344,11 +346,11 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
         "policy_versions": ["one 1"],
     }
     assert [row for row in expired if row.table not in {"trace_rollouts", "trace_keys"}] == [
-        Expired("rollout_spans", 6),
+        Expired("rollout_spans", 7),
         Expired("attempts", 1),
         Expired("calls", 1),
         Expired("otel_traces", 4),
-        Expired("otel_logs", 2),
+        Expired("otel_logs", 3),
         Expired("dropped_attributes", 1),
         Expired("rewards", 1),
         Expired("transitions", 1),
