@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from spangrad.agent import prompt_client
@@ -34,7 +35,9 @@ _NOT_FOR_HOSTS = frozenset(
 )
 """Variables that each attempt gets itself, and those that would send its spans to another store."""
 _INTERPRETER = re.compile(r"python[\d.]*|uv|poetry|node|npx|bun|deno|java|ruby|php|perl|sh|bash")
-_SCRIPT = re.compile(r".+\.(py|[cm]?[jt]s|jar|rb|php|pl|sh)")
+_SCRIPT = re.compile(r"[^-\s]\S*\.(py|[cm]?[jt]s|jar|rb|php|pl|sh)")
+_PRELOAD = re.compile(r"-r|--(require|import|preload|(experimental-)?loader)")
+"""Options of interpreters before a module that is loaded first, such as an instrumentation."""
 _TOOLS_TOKEN = variable_of("runner.sandbox.token")
 """Variable of a secret that workers do not use, but `spangrad tools` of an agent: what its model writes runs behind it anyway."""
 
@@ -102,7 +105,7 @@ class CommandAgent(_Agent):
     def name(self) -> str:
         """Service name of its spans, unless the environment sets another one: the program, or the script that an interpreter runs."""
         program = next(iter(self.command), "agent")
-        scripts = (word for word in self.command[1:] if _SCRIPT.fullmatch(word))
+        scripts = (word for before, word in pairwise(self.command) if _SCRIPT.fullmatch(word) and not _PRELOAD.fullmatch(before))
         return Path(next(scripts, program) if _INTERPRETER.fullmatch(Path(program).name) else program).name
 
     def host_arguments(self) -> list[str]:

@@ -193,7 +193,10 @@ def test_first_and_last_line_of_a_failure_repeats_nothing(text: str, line: str) 
         (("bin/solve", "rules.py"), "solve"),
         (("/usr/bin/python3.11", "-u", "my/agent.py", "other.py"), "agent.py"),
         (("node", "--import", "@opentelemetry/auto-instrumentations-node/register", "agent.mjs"), "agent.mjs"),
+        (("node", "--import", "./instrumentation.mjs", "-r", "dotenv.js", "agent.mjs"), "agent.mjs"),
+        (("java", "-javaagent:opentelemetry-javaagent.jar", "-jar", "lib/agent.jar"), "agent.jar"),
         (("python", "-m", "agent"), "python"),
+        (("bash", "-c", "cd my && python agent.py"), "bash"),
         (("sh", "-c", "echo 1"), "sh"),
     ],
 )
