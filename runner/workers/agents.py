@@ -12,6 +12,7 @@ from pathlib import Path
 
 from spangrad.agent import prompt_client
 from spangrad.agent.container import Container, reached_at
+from spangrad.agent.propagation import RESOURCE_ATTRIBUTES, without_rollout
 from spangrad.callables import split
 from spangrad.episode.adapters.references import TOKEN_VARIABLE as ENVIRONMENTS_TOKEN
 from spangrad.episode.adapters.references import names_environment
@@ -185,6 +186,8 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     variables = {name: value for name, value in without_secrets(environ).items() if name not in _NOT_FOR_HOSTS}
     if _TOOLS_TOKEN in environ:
         variables[_TOOLS_TOKEN] = environ[_TOOLS_TOKEN]
+    if RESOURCE_ATTRIBUTES in variables:  # of a rollout whose program started the runner
+        variables[RESOURCE_ATTRIBUTES] = without_rollout(variables[RESOURCE_ATTRIBUTES])
     variables.setdefault("OTEL_SERVICE_NAME", agent.name)
     variables |= exporter_variables(settings.store)
     if settings.queue.url is not None:

@@ -66,7 +66,11 @@ def resource_variable(environ: Mapping[str, str]) -> dict[str, str]:
     carried = baggage.get_all()
     if ROLLOUT_ID not in carried:
         return {}
-    kept = [
-        entry for entry in environ.get(RESOURCE_ATTRIBUTES, "").split(",") if entry and entry.partition("=")[0].strip() not in _IDENTITY
-    ]
-    return {RESOURCE_ATTRIBUTES: ",".join([*kept, *(f"{key}={quote(str(carried[key]), safe='')}" for key in _IDENTITY if key in carried)])}
+    kept = without_rollout(environ.get(RESOURCE_ATTRIBUTES, ""))
+    identity = (f"{key}={quote(str(carried[key]), safe='')}" for key in _IDENTITY if key in carried)
+    return {RESOURCE_ATTRIBUTES: ",".join(filter(None, [kept, *identity]))}
+
+
+def without_rollout(variable: str) -> str:
+    """Return a value of OTEL_RESOURCE_ATTRIBUTES without the identity of a rollout."""
+    return ",".join(entry for entry in variable.split(",") if entry and entry.partition("=")[0].strip() not in _IDENTITY)

@@ -472,11 +472,13 @@ def test_agent_environment_has_endpoints_and_no_secrets_of_servers() -> None:
     started |= {"SPANGRAD_RUNNER__SANDBOX__TOKEN": "of the tools", "SPANGRAD_TOOLS__TOKEN": "t"}
     started |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://other:1/v1/traces", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "key=other"}
     started |= {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}
+    started |= {"OTEL_RESOURCE_ATTRIBUTES": "team=search,spangrad.rollout.id=that whose program started the runner"}
     store = {
         "PATH": "/bin",
         "SPANGRAD_RUNNER__DIRECTORY": "runs",
         "SPANGRAD_RUNNER__SANDBOX__TOKEN": "of the tools",
         "OTEL_SERVICE_NAME": "mine",
+        "OTEL_RESOURCE_ATTRIBUTES": "team=search",
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://s:1",
         "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer%20{agent_token('a+b/c==,%41')}",
