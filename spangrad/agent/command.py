@@ -4,10 +4,10 @@ In: a task's input, as JSON on the program's standard input. Out: the last line 
 JSON, else as text. Invariant: when an attempt ends, for whatever reason, nothing of its process group is left; nor when its host is
 terminated, because the runner has died.
 
-The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT and BAGGAGE in its environment variables, the prompt that the
-attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment, SPANGRAD_ENVIRONMENT (JSON), beside
-what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard error, and then the end of its output,
-go to the attempt's log.
+The program finds OPENAI_BASE_URL (the attempt's own endpoint), TRACEPARENT, BAGGAGE and OTEL_RESOURCE_ATTRIBUTES in its environment
+variables, the prompt that the attempt is pinned to (`prompt_client.program_variables`) and, where the attempt has an environment,
+SPANGRAD_ENVIRONMENT (JSON), beside what the agent host was started with (OPENAI_API_KEY, OTEL_EXPORTER_OTLP_ENDPOINT). Its standard
+error, and then the end of its output, go to the attempt's log.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def resource_variable(environ: Mapping[str, str]) -> dict[str, str]:
     if ROLLOUT_ID not in carried:
         return {}
     kept = without_rollout(environ.get(RESOURCE_ATTRIBUTES, ""))
-    identity = (f"{key}={quote(str(carried[key]), safe='')}" for key in _IDENTITY if key in carried)
+    # The SDKs of Rust and C++ decode nothing: what ids of tasks and runs often contain stays as it is.
+    identity = (f"{key}={quote(str(carried[key]), safe='/:@')}" for key in _IDENTITY if key in carried)
     return {RESOURCE_ATTRIBUTES: ",".join(filter(None, [kept, *identity]))}
 
 

@@ -26,6 +26,7 @@ def attempt() -> Generator[dict[str, str]]:
 
 def test_resource_variable_is_read_back_by_the_sdk(attempt: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, value),) = resource_variable({}).items()
+    assert f"{ROLLOUT_ID}=a/b%3Dc%3Bd%22%C3%A9" in value.split(","), "SDKs that decode nothing read most ids all the same"
     monkeypatch.setenv(name, value)
     assert OTELResourceDetector().detect().attributes == attempt
 
