@@ -53,7 +53,7 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     mode: Mode = Mode.TRAIN
     rollout_id: Name | None = None
     """None: the queue assigns an id, and a request that is sent twice enqueues twice. A rollout with a known id stays as it is; a request
-    that gives that id to another task is refused."""
+    that gives that id to another task or input is refused."""
     priority: Priority = 0
     """Rollouts with the highest priority go first; among equals the oldest."""
     timeout_seconds: Seconds | None = None
