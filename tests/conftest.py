@@ -273,3 +273,9 @@ def blocked_pipes() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@pytest.fixture
+def quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let agents' hosts import no instrumentation of frameworks, which agents without a framework do not need."""
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")

@@ -17,6 +17,8 @@ from spangrad.errors import QueueError
 from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 AGENT = """
     import json, urllib.request
 
@@ -45,11 +47,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(textwrap.dedent(AGENT))
     return tmp_path
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 def outcome(capsys: pytest.CaptureFixture[str], inputs: list[object], *command: str, **options: Any) -> tuple[int, list[str]]:

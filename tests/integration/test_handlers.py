@@ -13,6 +13,8 @@ from spangrad.settings.runner import HandlerSettings
 from spangrad.types import Mode, Task
 from tests.support.runners import new_rollouts, queue_settings, runner_services, serving
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 AGENTS = """
 import json
 import sys
@@ -38,11 +40,6 @@ def rescue(given, error, stage):
         return None
     return 0.25 if stage == "evaluate" else "half"
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 async def test_handlers_run_each_rollout_by_its_data_source(tmp_path: Path) -> None:

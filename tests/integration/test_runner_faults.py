@@ -33,6 +33,8 @@ from spangrad.types import AttemptFailure, Mode, Rollout, RolloutKey, Task
 from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, is_true, kill, until
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 AGENT = """
     import asyncio, os, pathlib, signal, time
     from span_processors.reward import reward
@@ -129,11 +131,6 @@ async def stage(directory: Path, agent: AgentSpec, **settings: object) -> AsyncG
         )
         async with Runner(chosen, agent) as runner:
             yield Stage(runner, sink, gateway)
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 def callable_agent(directory: Path) -> CallableAgent:

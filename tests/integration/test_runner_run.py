@@ -32,6 +32,8 @@ from tests.support.otlp import OtlpSink, SunkSpan
 from tests.support.policies import trainer_settings
 from tests.support.runners import AttemptGateway, until
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 AGENT = """
     import asyncio, json, os, random, signal, time, urllib.request
     import spangrad
@@ -107,11 +109,6 @@ async def stage(directory: Path, agent: AgentSpec, *, builder: BuilderSettings |
         )
         async with Runner(chosen, agent) as runner:
             yield Stage(runner, sink, gateway)
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 def facts(root: SunkSpan) -> dict[str, object]:

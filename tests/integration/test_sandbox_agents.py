@@ -33,6 +33,8 @@ from tests.support.images import layer, system_files, write_image
 from tests.support.otlp import OtlpSink
 from tests.support.runners import AttemptGateway, is_true, until
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 PROGRAM = """
     import json, os, socket, sys, urllib.request
     from opentelemetry import trace
@@ -89,11 +91,6 @@ def public_directory() -> Generator[Path]:
     with tempfile.TemporaryDirectory() as base:
         Path(base).chmod(0o755)
         yield Path(base)
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 async def run(runner: Runner, given: object, count: int = 1) -> list[Outcome]:

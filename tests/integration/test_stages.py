@@ -28,6 +28,8 @@ from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.otlp import HttpServer
 from tests.support.runners import RunnerServices, environment_service_settings, queue_settings, runner_services, serving, until
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 AGENT = """
     import asyncio, json, os, pathlib, signal, time
     here = pathlib.Path(__file__).parent
@@ -136,11 +138,6 @@ AGENT = """
                 time.sleep(0.01)
         return {"given": given}
 """
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 @asynccontextmanager

@@ -29,15 +29,12 @@ from spangrad.settings import RunnerSettings, Settings
 from spangrad.types import AttemptFailure, Mode, Task
 from tests.support.runners import RunnerServices, kill, new_rollouts, queue_settings, runner_services, serving, until_ended
 
+pytestmark = pytest.mark.usefixtures("quick_agents")
+
 BAD = {"crash": 10, "hang": 5, "garbage": 5}
 """Number of agents that fail in each way, of 100 tasks."""
 REASONS = {"crash": AttemptFailure.EXIT_CODE, "hang": AttemptFailure.TIMEOUT, "garbage": AttemptFailure.INVALID_OUTPUT, "well": None}
 REWARDS = {AttemptFailure.EXIT_CODE: {"reward": 0.0}, AttemptFailure.TIMEOUT: {"reward": -1.0}, AttemptFailure.INVALID_OUTPUT: None}
-
-
-@pytest.fixture(autouse=True)
-def _quick_agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "langchain,openai,httpx,httpx2")
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
