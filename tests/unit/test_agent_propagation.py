@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import pytest
 from opentelemetry import baggage, context
-from opentelemetry.sdk.resources import OTELResourceDetector
+from opentelemetry.sdk import resources
 
 from spangrad.agent.propagation import RESOURCE_ATTRIBUTES, resource_variable
 from spangrad.semconv import ROLLOUT_ATTEMPT, ROLLOUT_ID, ROLLOUT_MODE, RUN_ID
@@ -27,8 +27,8 @@ def attempt() -> Generator[dict[str, str]]:
 def test_resource_variable_is_read_back_by_the_sdk(attempt: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, value),) = resource_variable({}).items()
     assert f"{ROLLOUT_ID}=a/b%3Dc%3Bd%22%C3%A9" in value.split(","), "SDKs that decode nothing read most ids all the same"
-    monkeypatch.setenv(name, value)
-    assert OTELResourceDetector().detect().attributes == attempt
+    monkeypatch.setattr(resources, "environ", {name: value})
+    assert resources.OTELResourceDetector().detect().attributes == attempt
 
 
 def test_resource_variable_keeps_other_attributes_and_replaces_another_rollout(attempt: dict[str, str]) -> None:
