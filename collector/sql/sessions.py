@@ -98,8 +98,7 @@ class SessionPool:
     @contextmanager
     def _in_session(self, name: str, statement: Statement) -> Generator[Handle]:
         """Lend a session's handle. A request for `readonly` does not restrict it, since that could not be reset."""
-        configured = self._session(name, statement.session_must_exist)
-        try:
+        with self._session(name, statement.session_must_exist) as configured:
             if not configured.lock.acquire(timeout=SESSION_WAIT_SECONDS):
                 raise BadRequestError(373, f"Session {name} is locked by a concurrent client.", "SESSION_IS_LOCKED")
             try:
@@ -112,9 +111,6 @@ class SessionPool:
             finally:
                 configured.expires = time.monotonic() + statement.session_seconds
                 configured.lock.release()
-        finally:
-            with self._lock:
-                configured.requests -= 1
 
     @contextmanager
     def _reading(self, statement: Statement) -> Generator[Handle]:
@@ -188,8 +184,9 @@ class SessionPool:
         if evicted:
             evicted.handle.close()
 
-    def _session(self, name: str, must_exist: bool) -> _ConfiguredHandle:
-        """Return a session, with one request more."""
+    @contextmanager
+    def _session(self, name: str, must_exist: bool) -> Generator[_ConfiguredHandle]:
+        """Hold a session, which is not closed meanwhile."""
         with self._lock:
             configured = self._sessions.get(name)
             if configured is None and must_exist:
@@ -199,7 +196,11 @@ class SessionPool:
             if configured is None:
                 configured = self._sessions[name] = _ConfiguredHandle(self._open(), TokenRole.WRITER)
             configured.requests += 1
-            return configured
+        try:
+            yield configured
+        finally:
+            with self._lock:
+                configured.requests -= 1
 
     def _close_expired(self) -> None:
         """Close the sessions whose time is over, with their temporary tables: with any request, as no other session may ever come."""

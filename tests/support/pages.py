@@ -250,7 +250,7 @@ _OF_PLAYWRIGHT = (
     "msEdgeUpdateLaunchServicesPreferredVersion"
 )
 """Features of Chromium that Playwright disables: of two such options Chromium takes the last."""
-# Each window of a headless Chromium would load the two pages of an address bar that nobody sees, and keep a renderer for the next site.
+# A window without a screen has no address bar, whose two pages Chromium loads all the same; and it keeps a renderer for the next site.
 _UNSEEN = "WebUIOmniboxPopup,WebUIOmniboxAimPopup,SpareRendererForSitePerProcess"
 CHROMIUM_OPTIONS = ["--no-sandbox", "--disable-gpu", f"--disable-features={_OF_PLAYWRIGHT},{_UNSEEN}"]
 

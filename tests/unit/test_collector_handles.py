@@ -33,10 +33,26 @@ class StubbornHandle:
         return QueryAnswer(b"0" if sql.startswith("SELECT") else b"")
 
 
+def pool_of_handles() -> tuple[SessionPool, list[StubbornHandle]]:
+    """A pool, and the handles that it has opened."""
+    opened: list[StubbornHandle] = []
+
+    def new_handle() -> Handle:
+        opened.append(StubbornHandle("nothing"))
+        return cast(Handle, opened[-1])
+
+    return SessionPool(new_handle), opened
+
+
+def select(session: str | None, seconds: float, tables: tuple[ExternalTable, ...] = ()) -> Statement:
+    """A statement in a session that is kept for some seconds."""
+    return Statement("SELECT 1", None, "CSV", "default", {}, {}, session, seconds, False, tables)
+
+
 def test_session_pool_releases_session_after_any_failure() -> None:
     handles = SessionPool(lambda: cast(Handle, StubbornHandle("DROP")))
     tables = (ExternalTable("t", "a UInt8", "CSV", b""),)
-    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 60.0, False, tables)
+    statement = select("session", 60.0, tables)
 
     for _ in range(2):
         with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.WRITER):
@@ -44,35 +60,23 @@ def test_session_pool_releases_session_after_any_failure() -> None:
 
 
 def test_session_pool_closes_expired_session_with_request_of_no_session() -> None:
-    opened: list[StubbornHandle] = []
-
-    def new_handle() -> Handle:
-        opened.append(StubbornHandle("nothing"))
-        return cast(Handle, opened[-1])
-
-    handles = SessionPool(new_handle)
+    handles, opened = pool_of_handles()
     for session, seconds in (("over", 0.0), ("goes on", 60.0), (None, 0.0)):
-        with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, session, seconds, False), TokenRole.WRITER):
+        with handles.borrow(select(session, seconds), TokenRole.WRITER):
             pass
     assert [handle.closed for handle in opened] == [True, False, False]
 
     opened.clear()
-    with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, "last", 0.0, False), TokenRole.WRITER):
+    with handles.borrow(select("last", 0.0), TokenRole.WRITER):
         pass
-    with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 0.0, False), TokenRole.READER):
+    with handles.borrow(select(None, 0.0), TokenRole.READER):
         pass
     assert [handle.closed for handle in opened] == [True, False]
 
 
 def test_session_pool_keeps_session_that_a_request_waits_for() -> None:
-    opened: list[StubbornHandle] = []
-
-    def new_handle() -> Handle:
-        opened.append(StubbornHandle("nothing"))
-        return cast(Handle, opened[-1])
-
-    handles = SessionPool(new_handle)
-    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, "session", 0.0, False)
+    handles, opened = pool_of_handles()
+    statement = select("session", 0.0)
     first = handles.borrow(statement, TokenRole.WRITER)
     first.__enter__()
     session = handles._sessions["session"]  # pyright: ignore[reportPrivateUsage]
@@ -81,7 +85,7 @@ def test_session_pool_keeps_session_that_a_request_waits_for() -> None:
     def acquire(timeout: float) -> bool:
         """Let the first request end, and one without a session come, before the request that waits gets the session."""
         first.__exit__(None, None, None)
-        with handles.borrow(Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 0.0, False), TokenRole.WRITER):
+        with handles.borrow(select(None, 0.0), TokenRole.WRITER):
             pass
         return lock.acquire(timeout=timeout)
 
@@ -93,7 +97,7 @@ def test_session_pool_keeps_session_that_a_request_waits_for() -> None:
 def test_session_pool_closes_reader_handle_that_is_not_read_only() -> None:
     handle = StubbornHandle("SET readonly")
     handles = SessionPool(lambda: cast(Handle, handle))
-    statement = Statement("SELECT 1", None, "CSV", "default", {}, {}, None, 60.0, False)
+    statement = select(None, 60.0)
 
     with pytest.raises(EngineRefusedError, match="Query was cancelled"), handles.borrow(statement, TokenRole.READER):
         pass
