@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,8 +122,8 @@ def forward_values(name: str, tokens: int) -> dict[str, np.ndarray]:
 def tokens_here(settings: TrainerSettings) -> list[float]:
     """The advantage of each sampled token, by rollout and turn, of an estimator that looks at each."""
     calls = rollouts().sample(fraction=1, shuffle=True, seed=3)
-    rows, links = chains(calls, calls["Policy"] == "policy", settings.credit.reward_weights)
-    batch = replace(layout(separate(rows, pl.zeros(len(rows), eager=True)), lineage=[0], divisor=4), chains=links)
+    rows, rewards = chains(calls, calls["Policy"] == "policy", settings.credit.reward_weights)
+    batch = layout(separate(rows, pl.zeros(len(rows), eager=True)), lineage=[0], divisor=4, rewards=rewards)
     cells = batch.response_mask.astype(bool)
     known: dict[str, np.ndarray] = {}
     for key, flat in forward_values(settings.credit.estimator, int(cells.sum())).items():
@@ -240,8 +239,8 @@ def test_advantages_over_tokens_of_chain_alone_in_its_group_are_0(name: Any):
     settings = trainer_settings(estimator=name)
     worth = {"a": ("x", 1.0), "b": ("x", 1.0), "c": ("y", 1.0), "d": ("y", 0.0)}
     rows = pl.DataFrame([transition_row(rollout, rewards=(reward,), GroupId=group) for rollout, (group, reward) in worth.items()])
-    calls, links = chains(rows, rows["RolloutId"] != "b", {})
-    batch = replace(layout(separate(calls, pl.zeros(len(calls), eager=True)), lineage=[0], divisor=4), chains=links)
+    calls, rewards = chains(rows, rows["RolloutId"] != "b", {})
+    batch = layout(separate(calls, pl.zeros(len(calls), eager=True)), lineage=[0], divisor=4, rewards=rewards)
     halves = np.full(batch.logprobs.shape, 0.5, np.float32)
     advantages, _ = over_tokens(settings, batch, old_log_probs=np.log(halves), sum_pi_squared=halves)
     assert advantages[batch.response_mask.astype(bool)].tolist() == pytest.approx([0, 0, 0.5, 0.5, -0.5, -0.5])

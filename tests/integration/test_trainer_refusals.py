@@ -15,7 +15,6 @@ from spangrad.errors import BadRowsError, LedgerError, TrainerError
 from tests.support.policies import sampled_rows, state_facts, trainer_settings
 from tests.support.trainers import save
 from trainer.data.batch import Batch, layout
-from trainer.data.chains import Chains
 from trainer.data.merge import separate
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.phases import StepPhases
@@ -122,8 +121,8 @@ def test_refusal_of_rows_is_kept_where_stuck_ranks_were_ended(tiny_model: Path, 
 
 
 def test_step_with_a_critic_after_a_refusal_equals_the_step_alone(tiny_model: Path, good: Batch, other: Batch, tmp_path: Path):
-    links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS))
-    good, bad = replace(good, chains=links), replace(other, chains=links)
+    rewards = np.resize([1.0, 0.0, 0.5], ROWS)
+    good, bad = replace(good, call_rewards=rewards), replace(other, call_rewards=rewards)
     settings = trainer_settings(**SETTINGS, estimator="gae", critic_learning_rate=1e-2)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     expected = alone.step(good)
@@ -159,8 +158,8 @@ def test_step_with_infinite_gradient_in_later_mini_batch_undoes_whole_batch(tiny
 def test_step_refused_by_its_caller_before_the_first_update_equals_the_step_alone(
     tiny_model: Path, good: Batch, other: Batch, tmp_path: Path, changes: dict[str, Any], updates: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    links = Chains(np.arange(ROWS), np.zeros(ROWS, np.int64), np.resize([1.0, 0.0, 0.5], ROWS)) if "estimator" in changes else None
-    good, other = replace(good, chains=links), replace(other, chains=links)
+    rewards = np.resize([1.0, 0.0, 0.5], ROWS) if "estimator" in changes else None
+    good, other = replace(good, call_rewards=rewards), replace(other, call_rewards=rewards)
     settings = trainer_settings(**SETTINGS, **changes)
     alone, engine = VerlOptimizer(tiny_model, settings), VerlOptimizer(tiny_model, settings)
     before, calls = facts(engine, tmp_path), list[dict[str, torch.Tensor]]()

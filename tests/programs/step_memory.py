@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,8 @@ def _batch(rows: int, tokens: int, vocabulary: int, *, has_critic: bool) -> Batc
     ]
     if not has_critic:
         return layout(separate(pl.DataFrame(sampled), pl.Series(np.linspace(-1, 1, rows))), lineage=[0])
-    frame, links = chains(pl.DataFrame(sampled), pl.repeat(True, rows, eager=True), {})
-    return replace(layout(separate(frame, pl.zeros(rows, eager=True)), lineage=[0]), chains=links)
+    frame, rewards_of_calls = chains(pl.DataFrame(sampled), pl.repeat(True, rows, eager=True), {})
+    return layout(separate(frame, pl.zeros(rows, eager=True)), lineage=[0], rewards=rewards_of_calls)
 
 
 def _settled() -> int:

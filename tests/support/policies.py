@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -148,8 +147,8 @@ def chained(tiny_model: Path, count: int = 12, divisor: int = 1) -> Any:
     from trainer.data.chains import chains
     from trainer.data.merge import separate
 
-    frame, links = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
-    return replace(layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0], divisor=divisor), chains=links)
+    frame, rewards = chains(pl.DataFrame(rows), pl.repeat(value=True, n=len(rows), eager=True), {})
+    return layout(separate(frame, pl.zeros(len(frame), eager=True)), lineage=[0], divisor=divisor, rewards=rewards)
 
 
 def sampled_by(rows: pl.DataFrame, version: int) -> pl.DataFrame:

@@ -31,11 +31,9 @@ def test_chains_rewards_of_untrained_calls_go_to_call_before_or_first():
         ],
         schema_overrides=SCHEMA,
     )
-    calls, links = chains(rows[::-1], rows[::-1]["Policy"] == "policy", {"reward": 0.5})
+    calls, rewards = chains(rows[::-1], rows[::-1]["Policy"] == "policy", {"reward": 0.5})
     assert calls["CallId"].to_list() == ["call-a-1", "call-a-3", "call-b-0", "call-c-0"]
-    assert links.rollout.tolist() == [0, 0, 1, 2]
-    assert links.group.tolist() == [0, 0, 0, 1]
-    assert links.rewards.tolist() == [3.5, 4.0, 24.0, 32.0]
+    assert rewards.tolist() == [3.5, 4.0, 24.0, 32.0]
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(-8, 8), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=5), st.randoms())
@@ -48,14 +46,13 @@ def test_chains_rewards_sum_to_return_in_any_order(rollouts: list[list[tuple[int
     chance.shuffle(rows)  # type: ignore[attr-defined]
     frame = pl.DataFrame(rows, schema_overrides=SCHEMA)
     own = frame["Policy"] == "policy"
-    calls, links = chains(frame, own, {})
+    calls, rewards = chains(frame, own, {})
     expected = dict(returns(frame).select("RolloutId", "Return").rows())
-    assert len(calls) == own.sum() == len(links.rewards)
-    assert links.rollout.tolist() == sorted(links.rollout.tolist())
-    for number in set(links.rollout.tolist()):
-        rows_of = [row for row, other in enumerate(links.rollout.tolist()) if other == number]
-        (name,) = set(calls["RolloutId"][rows_of].to_list())
-        assert sum(links.rewards[rows_of].tolist()) == expected[name]
+    assert len(calls) == own.sum() == len(rewards)
+    assert calls["RolloutId"].to_list() == sorted(calls["RolloutId"])
+    for name in set(calls["RolloutId"]):
+        rows_of = [row for row, other in enumerate(calls["RolloutId"]) if other == name]
+        assert sum(rewards[rows_of].tolist()) == expected[name]
         assert calls["Turn"][rows_of].to_list() == sorted(calls["Turn"][rows_of].to_list())
 
 
@@ -75,8 +72,8 @@ def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():
         raise AssertionError
 
     batch, facts, calls = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
-    assert batch.chains is not None
-    assert (batch.chains.rollout.tolist(), batch.chains.rewards.tolist()) == ([0, 0, 1], [0, 6, 1])
+    assert batch.call_rewards is not None
+    assert (batch.rollout[:3].tolist(), batch.call_rewards[:3].tolist()) == ([0, 0, 1], [0, 6, 1])
     assert not batch.advantages.any()
     assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)
     # The engine gives each token its own; the mean over a call's tokens is kept.

@@ -134,8 +134,8 @@ def test_reward_weights_multiply_rewards_of_dropped_calls() -> None:
 
 def test_chains_rewards_start_at_first_trained_call() -> None:
     frame = transitions(ONE)
-    rows, links = chains(frame, pl.repeat(value=True, n=len(frame), eager=True), {})
-    assert dict(zip(rows["CallId"], links.rewards, strict=True)) == {"r0-0": 7.0, "r0-3": LAST + 8, "r1-2": LAST + 64}
+    rows, rewards = chains(frame, pl.repeat(value=True, n=len(frame), eager=True), {})
+    assert dict(zip(rows["CallId"], rewards, strict=True)) == {"r0-0": 7.0, "r0-3": LAST + 8, "r1-2": LAST + 64}
 
 
 def test_chains_reward_of_masked_call_goes_to_predecessor() -> None:
@@ -143,8 +143,8 @@ def test_chains_reward_of_masked_call_goes_to_predecessor() -> None:
     trained = frame["CallId"].is_in(["r0-0", "r0-2", "r1-1", "r1-2"])
     assert values(frame, "own", trained=trained) == {"r0-0": 1.0, "r0-2": LAST + 4, "r1-1": 16.0, "r1-2": LAST + 32}
     assert values(frame, "reward_to_go", trained=trained)["r0-0"] == LAST + 7
-    rows, links = chains(frame, trained, {})
-    assert dict(zip(rows["CallId"], links.rewards, strict=True)) == {"r0-0": 3.0, "r0-2": LAST + 4, "r1-1": 16.0, "r1-2": LAST + 32}
+    rows, rewards = chains(frame, trained, {})
+    assert dict(zip(rows["CallId"], rewards, strict=True)) == {"r0-0": 3.0, "r0-2": LAST + 4, "r1-1": 16.0, "r1-2": LAST + 32}
 
 
 outcomes = st.sampled_from([KEPT, KEPT, DROPPED, NO_TURN])
@@ -182,9 +182,9 @@ def test_advantages_of_kept_calls_equal_those_of_whole_rollout(rollouts: Rollout
 def test_chains_rewards_from_any_call_sum_to_its_reward_to_go(rollouts: Rollouts, data: st.DataObject) -> None:
     frame = transitions(rollouts)
     trained = pl.Series(data.draw(st.lists(st.booleans(), min_size=len(frame), max_size=len(frame))), dtype=pl.Boolean)
-    rows, links = chains(frame, trained, {})
+    rows, rewards = chains(frame, trained, {})
     assert rows["CallId"].to_list() == frame.filter(trained)["CallId"].to_list()
     for place, call in enumerate(rows["CallId"]):
         name, at = (int(part) for part in call.removeprefix("r").split("-"))
-        following = links.rewards[place:][links.rollout[place:] == links.rollout[place]]
+        following = rewards[place:][(rows["RolloutId"] == rows["RolloutId"][place]).to_numpy()[place:]]
         assert following.sum() == pytest.approx(LAST + sum(one.reward for one in rollouts[name][at:]))

@@ -19,6 +19,7 @@ from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import Normalise, Units
 from trainer.credit.learning import ESTIMATORS
 from trainer.data.batch import Batch
+from trainer.optim.losses.rollout_tokens import RolloutTokens
 from trainer.optim.process import prepare_process, quiet
 
 
@@ -73,7 +74,7 @@ def over_tokens(
 
     Args:
         settings: the estimator, `gamma` (per token) and `gae_lambda`.
-        batch: with `chains`.
+        batch: with `call_rewards`.
         token_values: values of the batch's tokens that the estimator needs, by verl's names; shaped as `logprobs`.
     """
     with quiet():
@@ -81,34 +82,29 @@ def over_tokens(
         import torch
         from verl.trainer.config import AlgoConfig
 
-    links = batch.chains
-    assert links is not None
-    row, column = np.nonzero(batch.response_mask[: batch.real_rows])
-    chain = links.rollout[row]
-    position = np.arange(len(chain)) - np.searchsorted(chain, chain)
+    assert batch.call_rewards is not None
+    tokens = RolloutTokens.of(batch)
+    last = np.append(tokens.row[1:] != tokens.row[:-1], [True])
+    rewards = np.zeros(batch.logprobs.shape)
+    rewards[tokens.row[last], tokens.column[last]] = batch.call_rewards[tokens.row[last]]
+    groups = batch.group[tokens.row[np.unique(tokens.rollout, return_index=True)[1]]]
 
     def laid(values: NDArray[np.generic]) -> torch.Tensor:
-        padded = np.zeros((chain.max() + 1, position.max() + 1))
-        padded[chain, position] = values
-        return torch.from_numpy(padded)
+        return torch.from_numpy(tokens.scatter(values.astype(np.float64)))
 
-    last = np.append(row[1:] != row[:-1], [True])
-    groups = links.group[np.unique(links.rollout, return_index=True)[1]]
     facts = {
-        "token_level_rewards": laid(np.where(last, links.rewards[row], 0.0)),
-        "response_mask": laid(np.ones(len(row))),
+        "token_level_rewards": laid(rewards),
+        "response_mask": laid(batch.response_mask),
         "index": groups,
         "gamma": settings.credit.gamma,
         "lam": settings.credit.gae_lambda,
         "config": AlgoConfig(),
-        **{name: laid(values[row, column]) for name, values in token_values.items()},
+        **{name: laid(values) for name, values in token_values.items()},
     }
     outputs = _estimate(settings.credit.estimator, facts)
-    advantages, returns = (np.zeros(batch.logprobs.shape, np.float32) for _ in range(2))
-    for spread, output in zip((advantages, returns), outputs, strict=True):
-        spread[row, column] = output.numpy()[chain, position]
+    advantages, returns = (tokens.gather(output.numpy()).astype(np.float32) for output in outputs)
     if ESTIMATORS[settings.credit.estimator].scope == "group":
-        advantages[row, column] *= (np.bincount(groups) > 1)[groups[chain]]
+        advantages[tokens.row, tokens.column] *= (np.bincount(groups) > 1)[groups[tokens.rollout]]
     return advantages, returns
 
 

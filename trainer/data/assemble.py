@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -18,7 +17,7 @@ from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import GROUP, KEY, Normalise, advantages, named_returns, returns, with_greedy
 from trainer.credit.learning import by_token, merges
 from trainer.data.batch import Batch, TokenValues, layout
-from trainer.data.chains import Chains, chains
+from trainer.data.chains import chains
 from trainer.data.masks import masks
 from trainer.data.merge import Sequences, merge, separate
 from trainer.data.source import GROUP_COLUMNS, Group, Loaded
@@ -65,15 +64,15 @@ def assemble(
     masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
     trained = own & masked.is_null()
     counts = _count_masked(loaded.transitions["TransitionId"].filter(own), masked.filter(own), settings)
-    links: Chains | None = None
+    rewards: NDArray[np.float64] | None = None
     if by_token(settings):
-        calls, links = chains(loaded.transitions, trained, weights)
+        calls, rewards = chains(loaded.transitions, trained, weights)
         values = pl.zeros(len(calls), eager=True)  # the engine's, once it has passed the rows forward
     else:
         calls = loaded.transitions.filter(trained)
         values = advantages(transitions, own, settings.credit, normalise=normalise, trained=trained).filter(trained.filter(own))
     sequences = (merge if merges(settings) else separate)(calls, values)
-    batch = replace(layout(sequences, lineage=lineage, divisor=divisor), chains=links)
+    batch = layout(sequences, lineage=lineage, divisor=divisor, rewards=rewards)
     rollouts = returns(loaded.transitions, weights)
     worth = rollouts["Return"].to_numpy()
     metrics = {

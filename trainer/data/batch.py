@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.chains import Chains
 from trainer.data.merge import Sequences
 from trainer.data.token_versions import UNKNOWN, staleness
 
@@ -58,8 +57,8 @@ class Batch:
     """Logprobs (nats) of the sampled tokens under the weights at the step's start: denominators of the ratios. None: `logprobs`."""
     reference_logprobs: NDArray[np.float32] | None = None
     """Logprobs (nats) of the sampled tokens under the reference weights. None: the loss has no KL term against a reference."""
-    chains: Chains | None = None
-    """Order of the rows within their rollouts, where the estimator works by token. None: advantages are known."""
+    call_rewards: NDArray[np.float64] | None = None
+    """Reward of each row's call, where the estimator works by token. None: advantages are known."""
     values: NDArray[np.float32] | None = None
     """Values of the sampled tokens, by the critic at the step's start. None: there is no critic."""
     returns: NDArray[np.float32] | None = None
@@ -118,13 +117,14 @@ class TokenValues:
     """Entropies (nats) of the distributions that the tokens are from, under the same weights."""
 
 
-def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) -> Batch:
+def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1, rewards: NDArray[np.float64] | None = None) -> Batch:
     """Lay sequences out for a training step.
 
     Args:
         sequences: of `merge.separate` or `merge.merge`.
         lineage: committed versions, oldest first; the last one will be trained.
         divisor: the number of rows will be a multiple of it.
+        rewards: of each sequence's call, where the estimator works by token (`chains`).
     """
     lengths = np.diff(sequences.offsets)
     count = -(-len(sequences) // divisor) * divisor
@@ -162,6 +162,7 @@ def layout(sequences: Sequences, *, lineage: Sequence[int], divisor: int = 1) ->
         rollout=np.pad(sequences.rollout, (0, padding), constant_values=-1),
         group=np.pad(sequences.group, (0, padding), constant_values=-1),
         real_rows=len(sequences),
+        call_rewards=None if rewards is None else np.pad(rewards, (0, padding)),
     )
 
 

@@ -7,30 +7,17 @@ first row; a pure function, and the order of rows given changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from trainer.credit.assignment import GROUP, KEY, call_rewards
+from trainer.credit.assignment import KEY, call_rewards
 from trainer.credit.earned import split
 
 
-@dataclass(frozen=True)
-class Chains:
-    """Rollouts whose turns are a batch's rows. Arrays have one element per real row; rows of a rollout are adjacent, in order."""
-
-    rollout: NDArray[np.int64]
-    """Number of each row's rollout, from 0, in order."""
-    group: NDArray[np.int64]
-    """Number of each row's group, from 0, in order."""
-    rewards: NDArray[np.float64]
-    """Reward of each row's call, with the rewards of later calls that are not trained."""
-
-
-def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, float]) -> tuple[pl.DataFrame, Chains]:
-    """Return the trained transitions by rollout and turn, and their order as chains.
+def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, float]) -> tuple[pl.DataFrame, NDArray[np.float64]]:
+    """Return the trained transitions by rollout and turn, and the reward of each, with those of later calls that are not trained.
 
     A trained call has what it earned. What a call earned that is not trained (dropped, another policy's, not selected, masked) goes to
     the trained call before it, of which it is a consequence as any later reward is; where none came before it, no chain has it. The
@@ -56,9 +43,7 @@ def chains(transitions: pl.DataFrame, trained: pl.Series, weights: Mapping[str, 
     ]
     paid = pl.concat([rows.select("Row", Paid="Reward") for rows in held]).group_by("Row").agg(pl.col("Paid").sum())
     kept = kept.join(paid, on="Row", how="left", maintain_order="left").with_columns(pl.col("Reward") + pl.col("Paid").fill_null(0.0))
-    numbers = kept.select(pl.struct(*KEY).rle_id().alias("Rollout"), pl.struct(*GROUP).rle_id().alias("Group")).cast(pl.Int64)
-    links = Chains(numbers["Rollout"].to_numpy(), numbers["Group"].to_numpy(), kept["Reward"].to_numpy())
-    return transitions[kept["Row"].to_list()], links
+    return transitions[kept["Row"].to_list()], kept["Reward"].to_numpy()
 
 
 def _held(rewards: pl.DataFrame, kept: pl.DataFrame) -> pl.DataFrame:

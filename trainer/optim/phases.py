@@ -106,12 +106,12 @@ class StepPhases:
 
     def compute_values(self) -> None:
         """Pass the rows forward through the critic, where there is one."""
-        if self.has_critic and self.batch.chains:
+        if self.has_critic and self.batch.call_rewards is not None:
             self.batch = replace(self.batch, values=self._forward("critic", self.batch, "values")["values"])
 
     def compute_advantages(self) -> None:
         """Derive advantages and weights that depend on passes: credit by token, rollout correction, weights of reshaped rows."""
-        if self.batch.chains:
+        if self.batch.call_rewards is not None:
             self.batch = self._estimated()
         if self._settings.loss.recompute_logprobs:
             self.batch = replace(self.batch, old_logprobs=self._logprobs)
@@ -188,10 +188,10 @@ class StepPhases:
         batch = self.batch
         if batch.values is not None:
             advantages, returns = over_tokens(self._settings, batch, values=batch.values)
-            return replace(batch, advantages=advantages, returns=returns, chains=None)
+            return replace(batch, advantages=advantages, returns=returns, call_rewards=None)
         outputs = self._forward("policy", batch, "log_probs", "sum_pi_squared", calculate_sum_pi_squared=True)
         known = {"old_log_probs": outputs["log_probs"], "sum_pi_squared": outputs["sum_pi_squared"]}
-        return replace(batch, advantages=over_tokens(self._settings, batch, **known)[0], chains=None)
+        return replace(batch, advantages=over_tokens(self._settings, batch, **known)[0], call_rewards=None)
 
     def _weigh_reshaped(self) -> None:
         """Give reshaped rows their ratios and weights."""
@@ -265,7 +265,7 @@ class StepPhases:
         if behind > self._held_versions:
             return None
         rows = np.flatnonzero(chosen.any(axis=1))
-        part = take(replace(batch, chains=None), rows, divisor=self._workers.size)
+        part = take(batch, rows, divisor=self._workers.size)
         logprobs = np.zeros_like(batch.logprobs)
         logprobs[rows] = self._forward("policy", part, "log_probs", behind=behind)["log_probs"][: len(rows)]
         return logprobs
