@@ -21,6 +21,7 @@ from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
 from trainer.optim.process import GpuOfProcess, prepare_process
+from trainer.optim.states import snapshots
 
 prepare_process()  # verl reads its platform when it is first imported
 
@@ -67,7 +68,7 @@ def test_checkpoint_written_while_earlier_weights_are_loaded_is_of_its_version(t
     (tmp_path / "beside").mkdir()
     engine.collect()
     rank = engine._workers._rank  # type: ignore[union-attr]
-    with rank._earlier.loaded(rank._engine("policy"), 1):
+    with snapshots.loaded(rank._engine("policy"), rank._earlier[0]):
         engine.write(tmp_path / "beside")
         save(engine, tmp_path / "earlier")
     version, earlier = contents(tmp_path / "version"), contents(tmp_path / "earlier")

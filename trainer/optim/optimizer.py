@@ -24,7 +24,7 @@ from trainer.data.batch import Batch, TokenValues
 from trainer.monitor import logprob_check
 from trainer.monitor.row_check import RowCheck
 from trainer.optim.phases import StepPhases
-from trainer.optim.process import dtype_of
+from trainer.optim.process import dtype_of, held_versions
 from trainer.optim.workers import begin
 from trainer.publish.rank_sender import RankAddress
 
@@ -53,8 +53,6 @@ class VerlOptimizer:
 
         self._order = torch.Generator()  # of mini-batches; it begins with the same state every time
         self._check = RowCheck(settings, logprob_check.engine_dtype(engine_dtype), dtype_of(settings, self.device))
-        held = settings.alarms.logprob.held_versions
-        self._versions_to_hold = settings.sampling.max_staleness if held is None else held
         self._held_versions = 0
         self.token_values = TokenValues(*[np.zeros((0, 0), np.float32)] * 3)
         """Values of the sampled tokens in the last step."""
@@ -64,7 +62,7 @@ class VerlOptimizer:
     @property
     def versions_to_hold(self) -> int:
         """Return the number of earlier versions whose weights are held to check calls of them."""
-        return 0 if self.settings.lora.rank else self._versions_to_hold
+        return 0 if self.settings.lora.rank else held_versions(self.settings)
 
     def hold(self, checkpoints: Sequence[Path]) -> None:
         """Hold the weights of the versions before the loaded one, as if this process had made the steps.
@@ -76,7 +74,7 @@ class VerlOptimizer:
             CheckpointError: one of them cannot be loaded into the model.
         """
         for directory in checkpoints:
-            self._workers.everywhere("hold_weights", directory.absolute(), self._versions_to_hold)
+            self._workers.everywhere("hold_weights", directory.absolute())
             self._held_versions += 1
 
     def step(self, batch: Batch, before_update: Callable[[], None] | None = None) -> dict[str, float]:
@@ -102,7 +100,7 @@ class VerlOptimizer:
         self._check.require_recorded(batch)
         order = self._order.get_state()
         phases = self.phases(batch, before_update)
-        self._workers.everywhere("begin_step", self._versions_to_hold, phases.several or phases.has_critic)
+        self._workers.everywhere("begin_step", phases.several or phases.has_critic)
         try:
             self._workers.run(phases)
             metrics = phases.end()
@@ -116,7 +114,7 @@ class VerlOptimizer:
         self.token_values = phases.token_values()
         self.pass_seconds = self._workers.everywhere("pass_times")
         self._workers.everywhere("end_step")
-        self._held_versions = min(self._held_versions + 1, self._versions_to_hold)
+        self._held_versions = min(self._held_versions + 1, held_versions(self.settings))
         return metrics
 
     def phases(self, batch: Batch, before_update: Callable[[], None] | None = None) -> StepPhases:

@@ -87,6 +87,12 @@ def dtype_of(settings: TrainerSettings, device: str) -> Literal["fp32", "bf16"]:
     return settings.dtype or ("fp32" if device == "cpu" else "bf16")
 
 
+def held_versions(settings: TrainerSettings) -> int:
+    """Return the number of earlier versions whose weights are held to check calls of them (trainer.alarms.logprob.held_versions)."""
+    held = settings.alarms.logprob.held_versions
+    return settings.sampling.max_staleness if held is None else held
+
+
 def is_packed(settings: TrainerSettings, device: str) -> bool:
     """Return whether rows are packed end to end (trainer.packing)."""
     if settings.packing is None:

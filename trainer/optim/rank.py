@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -27,11 +28,11 @@ from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import TensorSums
 from trainer.optim import staged_step
 from trainer.optim.pass_times import PassTimes
-from trainer.optim.process import quiet
+from trainer.optim.process import held_versions, quiet
 from trainer.optim.states import moved, sharded_state, snapshots
-from trainer.optim.states.snapshots import EarlierWeights
+from trainer.optim.states.snapshots import Shards
 from trainer.optim.states.weight_files import WeightFiles, written_parts
-from trainer.optim.weight_shards import WeightPart, held_parts, own_parts
+from trainer.optim.weight_shards import held_parts, own_parts
 from trainer.publish import checkpoint
 from trainer.publish.lora import kept, require_adapters, weights_file
 from trainer.publish.rank_sender import RankAddress, RankSender
@@ -73,7 +74,8 @@ class Rank:
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._position = 0
         """Position of the policy's schedule at the step's start, in optimizer steps."""
-        self._earlier: EarlierWeights | None = None
+        self._earlier = deque[Shards](maxlen=held_versions(settings))
+        """Weights of the policy's last versions, newest first."""
         self._collected: tuple[list[FilePart], dict[str, Any] | None] | None = None
         """Weights and state that `write` writes. None: there are none."""
         self._files = sharded_state.new_group()
@@ -88,18 +90,15 @@ class Rank:
             self._times.watch(self._engine(role))
 
     @on_every_rank
-    def begin_step(self, held_versions: int, undoable: bool) -> None:
+    def begin_step(self, undoable: bool) -> None:
         """Copy the weights that `end_step` keeps for later versions' checks and the state that `undo_step` restores.
 
         Args:
-            held_versions: number of earlier versions whose policy weights are held in main memory.
             undoable: True if weights may move before the last check of the step.
         """
-        if self._earlier is None:
-            self._earlier = EarlierWeights(held_versions)
         self._times.begin()
         self._position = self._engine(ModelRole.POLICY).lr_scheduler.last_epoch
-        copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions else []
+        copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions(self._settings) else []
         self._before = {role: snapshots.take(self._engine(role), moments=undoable) for role in copied}
 
     @on_every_rank
@@ -111,37 +110,28 @@ class Rank:
         """
         optim = self._settings.optim
         _set_position(self._engine(ModelRole.POLICY).lr_scheduler, self._position + optim.epochs * optim.mini_batches)
-        if ModelRole.POLICY in self._before and self._earlier:
-            self._earlier.hold(self._before[ModelRole.POLICY].weights)
+        if ModelRole.POLICY in self._before:
+            self._earlier.appendleft(self._before[ModelRole.POLICY].weights)
         self._before = {}
 
     @on_every_rank
-    def hold_weights(self, directory: Path, held_versions: int) -> None:
+    def hold_weights(self, directory: Path) -> None:
         """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective.
-
-        Args:
-            directory: directory of the checkpoint.
-            held_versions: as in `begin_step`.
 
         Raises:
             CheckpointError: the directory lacks a trained parameter.
         """
-        if self._earlier is None:
-            self._earlier = EarlierWeights(held_versions)
         engine = self._engine(ModelRole.POLICY)
         own = snapshots.take(engine, moments=False)
         try:
             self.load_weights(directory)
-            self._earlier.hold(snapshots.take(engine, moments=False).weights)
+            self._earlier.appendleft(snapshots.take(engine, moments=False).weights)
         finally:
             snapshots.restore(engine, own)
 
     @on_every_rank
     def load_weights(self, directory: Path) -> None:
         """Give the policy the weights of a checkpoint, and leave all else as it is; collective.
-
-        Args:
-            directory: directory of the checkpoint.
 
         Raises:
             CheckpointError: the directory lacks a trained parameter.
@@ -200,7 +190,8 @@ class Rank:
     def infer(self, rows: Any) -> Any:
         """Pass rows forward through the model that they name, or through the policy as it was `behind` versions ago; collective."""
         role, behind = ModelRole(tu.pop(rows, "role")), tu.pop(rows, "behind", default=0)
-        with quiet(), self._with_weights_of(role, behind):
+        earlier = snapshots.loaded(self._engine(role), self._earlier[behind - 1]) if behind else contextlib.nullcontext()
+        with quiet(), earlier:
             return self._models[role].infer_batch(rows)
 
     @on_every_rank
@@ -208,23 +199,15 @@ class Rank:
         """Return the seconds of the step's passes (`PassTimes.take`)."""
         return self._times.take()
 
-    def _with_weights_of(self, role: ModelRole, behind: int) -> contextlib.AbstractContextManager[None]:
-        if not behind:
-            return contextlib.nullcontext()
-        assert self._earlier is not None
-        return self._earlier.loaded(self._engine(role), behind)
-
     def weights(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the policy's parameters by Hugging Face names, tied ones once, adapters merged; or adapters, by PEFT's; with one rank."""
         assert self.world_size == 1
-        for part in self._parts():
+        for part in own_parts(self._engine(ModelRole.POLICY).module, self._settings):
             yield part.name, part.words.cpu().numpy().reshape(part.shape)
 
-    def _parts(self) -> Iterator[WeightPart]:
-        return own_parts(self._engine(ModelRole.POLICY).module, self._settings)
-
-    def _weight_parts(self) -> list[FilePart]:
-        return [part.on_host(copy=True) for part in self._parts()]
+    def _parts(self, *, copy: bool = False) -> Iterator[FilePart]:
+        """Return this rank's own parts of the policy's weights, in main memory."""
+        return (part.on_host(copy=copy) for part in own_parts(self._engine(ModelRole.POLICY).module, self._settings))
 
     @on_every_rank
     def serve_parts(self) -> list[RankAddress]:
@@ -233,7 +216,7 @@ class Rank:
             sync = self._settings.weight_sync
             port = sync.transfer_port and sync.transfer_port + 1 + self.rank
             written = functools.partial(written_parts, ranks=self.world_size, number=self.rank)
-            self._sender = RankSender(self._sent_parts, written, sync.transfer_host, port)
+            self._sender = RankSender(self._parts, written, sync.transfer_host, port)
         addresses: list[Any] = [None] * self.world_size
         torch.distributed.all_gather_object(addresses, self._sender.address)
         return addresses
@@ -244,13 +227,10 @@ class Rank:
             self._sender.close()
         self._sender = None
 
-    def _sent_parts(self) -> Iterator[FilePart]:
-        return (part.on_host(copy=False) for part in self._parts())
-
     @on_every_rank
     def save_weights(self, directory: Path) -> None:
         """Write the policy's parameters, each rank its own; collective."""
-        self._write_weights(directory, self._weight_parts())
+        self._write_weights(directory, list(self._parts()))
 
     def _write_weights(self, directory: Path, parts: Sequence[FilePart]) -> None:
         write_parts(directory / weights_file(self._settings), parts, {"format": "pt"}, first=self.rank == 0)
@@ -258,7 +238,7 @@ class Rank:
     @on_every_rank
     def weight_sums(self) -> dict[str, TensorSums]:
         """Return the sums of this rank's parts of the policy's parameters; collective."""
-        return sums_of_parts(self._sent_parts())
+        return sums_of_parts(self._parts())
 
     @on_every_rank
     def collect(self, order: Any, with_state: bool) -> None:
@@ -271,7 +251,7 @@ class Rank:
             order: random state that mini-batches are drawn from, which is not a worker's.
             with_state: True to collect the state beside the weights.
         """
-        self._collected = self._weight_parts(), self._state(order) if with_state else None
+        self._collected = list(self._parts(copy=True)), self._state(order) if with_state else None
 
     @on_every_rank
     def write(self, directory: Path) -> dict[str, TensorSums]:
@@ -332,9 +312,6 @@ class Rank:
     def load_adapters(self, directory: Path) -> None:
         """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
 
-        Args:
-            directory: directory of the checkpoint.
-
         Raises:
             CheckpointError: as `load_state`.
         """
@@ -369,11 +346,11 @@ class Rank:
 
 def _hold_after(schedule: Any, steps: int) -> None:
     """Hold a schedule's rates from so many optimizer steps on: the half of a cosine that follows would raise them again."""
-    schedule.lr_lambdas = [functools.partial(_held, factor, steps) for factor in schedule.lr_lambdas]
 
+    def held(factor: Callable[[int], float], step: int) -> float:
+        return factor(min(step, steps))
 
-def _held(factor: Callable[[int], float], steps: int, step: int) -> float:
-    return factor(min(step, steps))
+    schedule.lr_lambdas = [functools.partial(held, factor) for factor in schedule.lr_lambdas]
 
 
 def _set_position(schedule: Any, steps: int) -> None:

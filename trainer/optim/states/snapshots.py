@@ -7,7 +7,6 @@ shards of trained parameters and nothing else, exactly; FSDP2's gathered copies 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -55,31 +54,15 @@ def restore(engine: Any, snapshot: Snapshot) -> None:
         group["lr"] = rate
 
 
-class EarlierWeights:
-    """Weights of the last versions, newest first."""
-
-    def __init__(self, count: int) -> None:
-        """Hold the weights of `count` versions at most."""
-        self._held = deque[Shards](maxlen=count)
-
-    def hold(self, weights: Shards) -> None:
-        """Add the weights from the start of the step that has just ended."""
-        self._held.appendleft(weights)
-
-    @contextlib.contextmanager
-    def loaded(self, engine: Any, behind: int) -> Generator[None]:
-        """Make an engine compute with the weights of an earlier version, then with its own again.
-
-        Args:
-            engine: verl's, of this rank; gradients that wait in it stay.
-            behind: number of versions back; 1 is the previous one.
-        """
-        current = take(engine, moments=False).weights
-        try:
-            _load(engine, self._held[behind - 1])
-            yield
-        finally:
-            _load(engine, current)
+@contextlib.contextmanager
+def loaded(engine: Any, weights: Shards) -> Generator[None]:
+    """Make an engine compute with the weights of an earlier version, then with its own again; gradients that wait in it stay."""
+    current = take(engine, moments=False).weights
+    try:
+        _load(engine, weights)
+        yield
+    finally:
+        _load(engine, current)
 
 
 def _trained(engine: Any) -> list[Any]:
