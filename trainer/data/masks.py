@@ -14,7 +14,7 @@ from spangrad.selection import selected_of
 from spangrad.settings import TrainerSettings
 from trainer.credit.assignment import KEY
 from trainer.data.token_versions import UNKNOWN, versions_of_calls
-from trainer.ledger.skips import SkipReason
+from trainer.ledger.skips import MASKS, SkipReason
 
 _CUT = ("length", "max_tokens", "max_output_tokens")
 """Finish reasons of a truncated response in the APIs of chat completions, messages and responses."""
@@ -36,11 +36,7 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
     """
     tokenizer = pl.col("TokenizerHash")
     versions = (
-        transitions.select(
-            pl.int_range(pl.len()).alias("Row"),
-            versions_of_calls().alias("Version"),
-            "AgentName",
-        )
+        transitions.select("AgentName", Row=pl.int_range(pl.len()), Version=versions_of_calls())
         .explode("Version")
         .with_columns(pl.col("Version").cast(pl.Int64, strict=False).fill_null(UNKNOWN))  # a span may name any version
         .group_by("Row", maintain_order=True)
@@ -49,25 +45,16 @@ def masks(transitions: pl.DataFrame, settings: TrainerSettings, *, lineage: Sequ
             Fresh=_is_fresh(settings, lineage).all(),
         )
     )
-    other = (tokenizer != "") & (tokenizer != tokenizer_hash) if tokenizer_hash else pl.lit(value=False)
-    facts = transitions.select(Other=other, Greedy=pl.col("Temperature") <= 0, Long=~_fits(settings.max_tokens_per_device)).with_columns(
-        versions["Known"], versions["Fresh"], _truncated(transitions, settings)
-    )
-    return facts.select(
-        pl.when(~pl.col("Known"))
-        .then(pl.lit(SkipReason.UNKNOWN_VERSION.value))
-        .when(~pl.col("Fresh"))
-        .then(pl.lit(SkipReason.STALE.value))
-        .when("Other")
-        .then(pl.lit(SkipReason.OTHER_TOKENIZER.value))
-        .when("Greedy")
-        .then(pl.lit(SkipReason.GREEDY.value))
-        .when("Long")
-        .then(pl.lit(SkipReason.TOO_LONG.value))
-        .when("Truncated")
-        .then(pl.lit(SkipReason.TRUNCATED.value))
-        .alias("Masked")
-    ).to_series()
+    holds = {
+        SkipReason.UNKNOWN_VERSION: ~pl.lit(versions["Known"]),
+        SkipReason.STALE: ~pl.lit(versions["Fresh"]),
+        SkipReason.OTHER_TOKENIZER: (tokenizer != "") & (tokenizer != tokenizer_hash) & bool(tokenizer_hash),
+        SkipReason.GREEDY: pl.col("Temperature") <= 0,
+        SkipReason.TOO_LONG: pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() > settings.max_tokens_per_device,
+        SkipReason.TRUNCATED: _is_cut(settings),
+    }
+    masked = pl.coalesce(pl.when(holds[reason]).then(pl.lit(reason.value)) for reason in MASKS)
+    return transitions.select(Masked=masked).to_series()
 
 
 def _is_fresh(settings: TrainerSettings, lineage: Sequence[int]) -> pl.Expr:
@@ -87,16 +74,13 @@ def is_truncated() -> pl.Expr:
     return pl.col("FinishReason").is_in(_CUT)
 
 
-def _truncated(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.Series:
-    """Return the calls that trainer.sampling.truncated masks (overlong filtering, DAPO, https://arxiv.org/abs/2503.14476, section 3.4)."""
+def _is_cut(settings: TrainerSettings) -> pl.Expr:
+    """Return an expression: True where trainer.sampling.truncated masks a call.
+
+    Source: overlong filtering (DAPO, https://arxiv.org/abs/2503.14476, section 3.4).
+    """
     if settings.sampling.truncated == "train":
-        return pl.repeat(value=False, n=len(transitions), eager=True).alias("Truncated")
-    cut = is_truncated()
+        return pl.lit(value=False)
     if settings.sampling.truncated == "reject":
-        cut = (cut & selected_of(settings.policy, settings.selection)).any().over(*KEY)
-    return transitions.select(Truncated=cut).to_series()
-
-
-def _fits(max_tokens: int) -> pl.Expr:
-    """Return an expression: True where a call's prompt and response fit on a device together."""
-    return pl.col("PromptIds").list.len() + pl.col("ResponseIds").list.len() <= max_tokens
+        return (is_truncated() & selected_of(settings.policy, settings.selection)).any().over(*KEY)
+    return is_truncated()
