@@ -15,7 +15,7 @@ from trainer.data.batch import TokenValues
 from trainer.data.group_checks import find_skips, same_ids
 from trainer.data.masks import masks
 from trainer.data.source import BatchRollout, Group, Loaded
-from trainer.ledger.skips import DEPENDENCES, FAILURES, MASKS, Skip, SkipReason, bases, basis
+from trainer.ledger.skips import DEPENDENCES, FAILURES, MASKS, Skip, SkipReason, bases
 
 GROUP = Group("run", "train", "spec", "group")
 OTHER = Group("run", "train", "spec", "other")
@@ -262,6 +262,6 @@ def test_basis_changes_with_settings_of_its_reason_only() -> None:
     after = bases(changed(SETTINGS, {"max_staleness": 3, "learning_rate": 1.0}))
     differing = {reason for reason in SkipReason if before[reason] != after[reason]}
     assert differing == {*MASKS, SkipReason.NO_BASELINE, SkipReason.EQUAL}
-    assert basis(SkipReason.CONTRADICTORY, SETTINGS) == "{}"
+    assert bases(SETTINGS)[SkipReason.CONTRADICTORY] == "{}"
     weighed = bases(changed(SETTINGS, {"step_weight": 0.0}))
     assert {reason for reason in SkipReason if before[reason] != weighed[reason]} == {SkipReason.EQUAL}, "values of steps count by it"

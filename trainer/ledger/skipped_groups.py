@@ -17,7 +17,7 @@ from spangrad.database import repeated
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
-from trainer.ledger.skips import FAILURES, Skip, SkipReason, bases, depends_on_versions
+from trainer.ledger.skips import DEPENDENCES, FAILURES, Skip, SkipReason, bases
 from trainer.ledger.tables import BATCH_ROLLOUTS, FILE_BATCHES, SKIPPED, VERSIONS, LedgerDatabase, equal_to
 
 _ORDER = ("version", "skipped_at", "run_id", "mode", "build_spec", "group_id")
@@ -106,7 +106,7 @@ class SkippedGroups:
                     "reason": skip.reason.value,
                     "detail": skip.detail,
                     "basis": self.bases[skip.reason],
-                    "head": head if depends_on_versions(skip.reason) else None,
+                    "head": head if DEPENDENCES[skip.reason].versions else None,
                 }
                 for group, skip in skips.items()
             ]

@@ -99,7 +99,7 @@ class _Dependence:
     """Dependence of a reason on more than the group's own rows."""
 
     versions: bool = False
-    """True if the reason depends on the versions that led to the one about to be trained."""
+    """True if the reason depends on the versions that led to the one about to be trained, so that a rollback may end it."""
     settings: tuple[str, ...] = ()
     """Keys below `trainer` of the settings that the reason depends on."""
 
@@ -142,16 +142,6 @@ class Skip:
     """Sentence about this group for the user; empty: the reason is enough."""
 
 
-def basis(reason: SkipReason, settings: TrainerSettings) -> str:
-    """Return the settings that a reason depends on, as JSON: equal texts are equal settings."""
-    return json.dumps(settings.values_of(DEPENDENCES[reason].settings), sort_keys=True)
-
-
 def bases(settings: TrainerSettings) -> dict[SkipReason, str]:
-    """Return the basis of every reason under these settings."""
-    return {reason: basis(reason, settings) for reason in SkipReason}
-
-
-def depends_on_versions(reason: SkipReason) -> bool:
-    """Return whether a reason may cease to hold once the branch is rolled back to an older version."""
-    return DEPENDENCES[reason].versions
+    """Return the settings that each reason depends on, as JSON: equal texts are equal settings."""
+    return {reason: json.dumps(settings.values_of(depends.settings), sort_keys=True) for reason, depends in DEPENDENCES.items()}
