@@ -7,6 +7,8 @@ writes of rows that replace themselves, deletions; a transaction of the ledger o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy.exc import OperationalError
@@ -22,59 +24,34 @@ if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
 T = TypeVar("T")
+_REPEATED = ("query", "query_arrow", "insert", "command")
+"""Calls of a client that may be repeated: what the trainer writes replaces itself, and its commands do the same when they are run twice."""
 _PERMANENT = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
 """ClickHouse's codes of errors in the statement, the schema or the token, which no retry resolves."""
 
 
-class RetryingClient:
-    """Store client of a training run, which retries each call until the store answers."""
-
-    def __init__(self, client: Client, url: str, outage: Outage, shutdown: Shutdown) -> None:
-        """Send requests with `client`; `url` is named when the store fails."""
-        self._client = client
-        self._url = url
-        self._outage = outage
-        self._shutdown = shutdown
-
-    def query(self, *arguments: Any, **options: Any) -> Any:
-        """Read rows."""
-        return self._ask(lambda: self._client.query(*arguments, **options))
-
-    def query_arrow(self, *arguments: Any, **options: Any) -> Any:
-        """Read rows as an Arrow table."""
-        ask: Callable[..., Any] = self._client.query_arrow
-        return self._ask(lambda: ask(*arguments, **options))
-
-    def insert(self, *arguments: Any, **options: Any) -> Any:
-        """Write rows that replace themselves."""
-        return self._ask(lambda: self._client.insert(*arguments, **options))
-
-    def command(self, *arguments: Any, **options: Any) -> Any:
-        """Run a statement that does the same when it is run twice."""
-        return self._ask(lambda: self._client.command(*arguments, **options))
-
-    def _ask(self, work: Callable[[], T]) -> T:
-        return call_with_retries(lambda: self._call(work), _is_transient, self._outage, self._shutdown)
-
-    def _call(self, work: Callable[[], T]) -> T:
-        from urllib3.exceptions import HTTPError
-
-        try:
-            with store_errors(self._url):
-                return work()
-        except (HTTPError, OSError) as error:  # half an answer
-            raise StoreError(
-                f"the span store at {without_userinfo(self._url)} broke off its answer ({error}). Start it with `spangrad store`."
-            ) from error
-
-
 def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
-    """Return a client whose calls wait while the store does not answer.
+    """Return a client whose calls wait while the store does not answer; it has those of `_REPEATED`.
 
     Raises:
         StoreError: from the calls: an error that no retry resolves, or the process was asked to stop.
     """
-    return cast("Client", RetryingClient(client, url, outage, shutdown))
+
+    def request(name: str, *arguments: Any, **options: Any) -> Any:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            with store_errors(url):
+                return getattr(client, name)(*arguments, **options)
+        except (HTTPError, OSError) as error:  # half an answer
+            raise StoreError(
+                f"the span store at {without_userinfo(url)} broke off its answer ({error}). Start it with `spangrad store`."
+            ) from error
+
+    def repeated(name: str, *arguments: Any, **options: Any) -> Any:
+        return call_with_retries(lambda: request(name, *arguments, **options), _is_transient, outage, shutdown)
+
+    return cast("Client", SimpleNamespace(**{name: partial(repeated, name) for name in _REPEATED}))
 
 
 def retry_transactions(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:
