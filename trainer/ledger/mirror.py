@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import store_errors
 from spangrad.store.names import stored
 from spangrad.types import VersionStatus
-from trainer.ledger.file_batches import FileBatch, file_batch_of
+from trainer.ledger.file_batches import file_batch_of
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.tables import LedgerVersion
 from trainer.publish.checkpoint import TRAINED_CALLS
@@ -35,8 +35,8 @@ _VERSION_COLUMNS = (
     "Policy", "Branch", "Version", "RunId", "Mode", "Parent", "ParentBranch", "BatchId", "Checksum", "Path", "TokenizerHash", "Status",
     "Metrics",
 )  # fmt: skip
-_BATCH_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
-_FILE_COLUMNS = ("Policy", "Branch", "BatchId", "Version", "Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
+_ROLLOUT_COLUMNS = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
+_FILE_COLUMNS = ("Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
 _CALL_COLUMNS = (
     "RunId", "Mode", "BuildSpec", "Revision", "GroupId", "TaskId", "RolloutId", "Attempt", "Turn", "TransitionId", "CallId", "TraceId",
     "SpanId", "AgentName", "Tools", "SampledVersions", "Staleness", "InputTokens", "OutputTokens", "FinishReason", "Reward", "Return",
@@ -114,27 +114,23 @@ class Mirror:
         """
         if version.status is VersionStatus.COMMITTED and version.policy_version.batch_id:
             batch_id = version.policy_version.batch_id
-            if rows := self._batch_rows(version, batch_id):  # a batch of files may name no rollout
-                self._insert("spangrad_internal.batches", _BATCH_COLUMNS, rows)
-            for calls in _trained_calls(version, _CALL_COLUMNS):
-                self._insert_of_batch("trained_calls", _CALL_COLUMNS, version, calls)
-            for tokens in _trained_calls(version, _TOKEN_COLUMNS):
-                self._insert_of_batch("trained_tokens", _TOKEN_COLUMNS, version, tokens)
-            if file_batch := file_batch_of(self._ledger.database, batch_id):
-                self._insert("spangrad_internal.batch_files", _FILE_COLUMNS, _file_rows(version, batch_id, file_batch))
+            rollouts = [
+                (row.group.run_id, row.group.mode, row.group.group_id, row.rollout_id, row.attempt, row.group.build_spec, row.revision)
+                for row in self._ledger.batch(batch_id)
+            ]
+            if rollouts:  # a batch of files may name none
+                self._insert_of_batch("batches", _ROLLOUT_COLUMNS, version, rollouts)
+            for table, columns in (("trained_calls", _CALL_COLUMNS), ("trained_tokens", _TOKEN_COLUMNS)):
+                for calls in _trained_calls(version, columns):
+                    self._insert_of_batch(table, columns, version, calls.iter_rows())
+            if batch := file_batch_of(self._ledger.database, batch_id):
+                facts = (batch.method, batch.run, batch.step, batch.steps)
+                files = [(*facts, file.name, file.checksum, file.size, file.rows) for file in batch.files]
+                self._insert_of_batch("batch_files", _FILE_COLUMNS, version, files)
         written = None
         while repr(version) != written:  # a text: a metric may be NaN, which equals nothing
-            self._insert("spangrad_internal.policy_versions", _VERSION_COLUMNS, [_version_row(version)])
+            self._insert("policy_versions", _VERSION_COLUMNS, [_version_row(version)])
             written, version = repr(version), self._ledger.version(version.version)
-
-    def _batch_rows(self, version: LedgerVersion, batch_id: str) -> list[list[object]]:
-        names = [version.policy_version.policy, version.branch, batch_id, version.version]
-        rollouts = self._ledger.batch(batch_id)
-        groups = [(rollout.group.run_id, rollout.group.mode, rollout.group.group_id) for rollout in rollouts]
-        return [
-            [*names, *group, rollout.rollout_id, rollout.attempt, rollout.group.build_spec, rollout.revision]
-            for group, rollout in zip(groups, rollouts, strict=True)
-        ]
 
     def _delete(self, names: dict[str, object]) -> None:
         """Delete the rows of some batches."""
@@ -145,14 +141,13 @@ class Mirror:
             with store_errors(self._url):
                 self._client.command(statement, parameters=names)
 
-    def _insert_of_batch(self, table: str, columns: tuple[str, ...], version: LedgerVersion, calls: pl.DataFrame) -> None:
-        names = [version.policy_version.policy, version.branch, version.policy_version.batch_id or "", version.version]
-        rows: list[list[object]] = [[*names, *row] for row in calls.iter_rows()]
-        self._insert(f"spangrad_internal.{table}", ("Policy", "Branch", "BatchId", "Version", *columns), rows)
+    def _insert_of_batch(self, table: str, columns: tuple[str, ...], version: LedgerVersion, rows: Iterable[tuple[object, ...]]) -> None:
+        names = (version.policy_version.policy, version.branch, version.policy_version.batch_id or "", version.version)
+        self._insert(table, ("Policy", "Branch", "BatchId", "Version", *columns), [[*names, *row] for row in rows])
 
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
         with store_errors(self._url):
-            self._client.insert(table, rows, column_names=columns)
+            self._client.insert(f"spangrad_internal.{table}", rows, column_names=columns)
 
 
 def _trained_calls(version: LedgerVersion, columns: tuple[str, ...]) -> Iterator[pl.DataFrame]:
@@ -163,14 +158,6 @@ def _trained_calls(version: LedgerVersion, columns: tuple[str, ...]) -> Iterator
     file = Path(version.policy_version.path) / TRAINED_CALLS
     if file.is_file() and set(columns) <= set(pl.read_parquet_schema(file)):
         yield from pl.read_parquet(file, columns=list(columns)).select(columns).iter_slices(_CALLS_AT_A_TIME)
-
-
-def _file_rows(version: LedgerVersion, batch_id: str, file_batch: FileBatch) -> list[list[object]]:
-    names = [version.policy_version.policy, version.branch, batch_id, version.version]
-    return [
-        [*names, file_batch.method, file_batch.run, file_batch.step, file_batch.steps, file.name, file.checksum, file.size, file.rows]
-        for file in file_batch.files
-    ]
 
 
 def _comparable(metrics: Mapping[str, float]) -> dict[str, float | None]:
