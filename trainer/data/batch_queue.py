@@ -21,9 +21,9 @@ from pathlib import Path
 from spangrad.errors import BadRowsError, TrainerError
 from spangrad.probing.model import vocabulary_size
 from spangrad.settings import TrainerSettings
-from trainer.data.group_checks import find_skips, same_ids
+from trainer.data.group_checks import PhaseSkips, already_trained, find_skips, same_ids
 from trainer.data.ready_groups import ReadyGroups
-from trainer.data.source import BatchRollout, Group, GroupReader, Loaded
+from trainer.data.source import Group, GroupReader, Loaded
 from trainer.ledger.skips import FAILURES, Skip, SkipReason
 from trainer.ledger.tables import LedgerVersion
 from trainer.ledger.working_branch import WorkingBranch
@@ -41,12 +41,6 @@ _SOON_SECONDS = 2.0
 _LATE_SECONDS = 300.0
 _NAMED = 8
 """Largest number of groups that a warning names."""
-
-
-PhaseSkips = Callable[[Sequence[Group], Loaded], Mapping[Group, Skip]]
-"""Function that returns those of some groups, all loaded, that versions of other phases played."""
-Claimed = Callable[[Sequence[BatchRollout]], Mapping[Group, str]]
-"""Function that returns the groups of which a rollout is in a batch of the branch, with a sentence about each."""
 
 
 @dataclass
@@ -104,38 +98,6 @@ def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[G
         checked: those that may be trained, with the oldest version that answered a call of each.
     """
     return sorted((group for group in ready if group in checked), key=checked.__getitem__)
-
-
-def all_skips(
-    groups: Sequence[Group],
-    loaded: Loaded,
-    settings: TrainerSettings,
-    *,
-    lineage: Sequence[int],
-    tokenizer_hash: str,
-    vocabulary: int | None,
-    of_phases: PhaseSkips,
-    claimed: Claimed,
-) -> dict[Group, Skip]:
-    """Return those of the groups that may not be trained from the newest version of the lineage.
-
-    Args:
-        groups: ready groups, all of them loaded.
-        loaded: their rollouts and transitions.
-        settings: of the trainer.
-        lineage: the committed versions that led to the one about to be trained, which is last.
-        tokenizer_hash: the policy's.
-        vocabulary: number of tokens that the policy knows. None: it is not known.
-        of_phases: returns the groups of other phases.
-        claimed: returns the groups that are trained already.
-    """
-    skips = find_skips(groups, loaded, settings, lineage=lineage, tokenizer_hash=tokenizer_hash, vocabulary=vocabulary)
-    skips |= {group: skip for group, skip in of_phases(groups, loaded).items() if group not in skips}
-    return skips | _already_trained(claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips]))
-
-
-def _already_trained(claimed: Mapping[Group, str]) -> dict[Group, Skip]:
-    return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
 
 
 class BatchQueue:
@@ -241,7 +203,7 @@ class BatchQueue:
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
         """Skip groups of which a rollout is in a batch already."""
-        self._skip(_already_trained(groups), head)
+        self._skip(already_trained(groups), head)
 
     def forget(self, batch: Loaded) -> None:
         """Free what was loaded of a batch: it is trained."""
@@ -293,7 +255,7 @@ class BatchQueue:
 
     def _checked(self, groups: Sequence[Group], loaded: Loaded, head: LedgerVersion) -> dict[Group, Skip]:
         """Return those of the groups that may not be trained now."""
-        return all_skips(
+        return find_skips(
             groups,
             loaded,
             self._settings,
@@ -306,7 +268,7 @@ class BatchQueue:
 
     def _claimed(self, chosen: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:
         """Return those groups of a batch of which a rollout is trained by now, or is in an earlier group of the batch as well."""
-        return _already_trained(self._branch.claimed(loaded.rollouts)) or same_ids(loaded.rollouts, chosen)
+        return already_trained(self._branch.claimed(loaded.rollouts)) or same_ids(loaded.rollouts, chosen)
 
     def _skip(self, skips: Mapping[Group, Skip], head: LedgerVersion) -> None:
         if any(skip.reason is SkipReason.STALE for skip in skips.values()):

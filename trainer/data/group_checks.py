@@ -1,6 +1,6 @@
 """Checks of ready groups before they are trained: which are skipped, and why.
 
-Invariant: a pure function; what each reason depends on stands in `trainer.ledger.skips`.
+Invariant: pure functions; what each reason depends on stands in `trainer.ledger.skips`.
 
 A fault of a call is the call's: it is masked (`trainer.data.masks`), its reward counts in the return and in the baseline, and the group is
 skipped only where no call of it is left to train.
@@ -8,7 +8,7 @@ skipped only where no call of it is left to train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import polars as pl
 
@@ -21,6 +21,10 @@ from trainer.data.token_versions import versions_of_calls
 from trainer.ledger.skips import MASKS, Skip, SkipReason
 
 _IDS = ("PromptIds", "ResponseIds", "Logprobs")
+PhaseSkips = Callable[[Sequence[Group], Loaded], Mapping[Group, Skip]]
+"""Function that returns those of some groups, all loaded, that versions of other phases played."""
+Claimed = Callable[[Sequence[BatchRollout]], Mapping[Group, str]]
+"""Function that returns the groups of which a rollout is in a batch of the branch, with a sentence about each."""
 
 
 def find_skips(
@@ -31,6 +35,8 @@ def find_skips(
     lineage: Sequence[int],
     tokenizer_hash: str,
     vocabulary: int | None = None,
+    of_phases: PhaseSkips = lambda _groups, _loaded: {},
+    claimed: Claimed = lambda _: {},
 ) -> dict[Group, Skip]:
     """Find the groups that the settings' trainer does not train now; of several reasons the first in the order of `SkipReason` is given.
 
@@ -41,6 +47,8 @@ def find_skips(
         lineage: the committed versions that led to the one about to be trained, which is last.
         tokenizer_hash: the policy's.
         vocabulary: number of tokens that the policy knows. None: it is not known.
+        of_phases: returns the groups that versions of other phases played.
+        claimed: returns the groups of which a rollout is trained already.
     """
     own = loaded.own(settings.policy, settings.selection)
     masked = masks(loaded.transitions, settings, lineage=lineage, tokenizer_hash=tokenizer_hash)
@@ -57,7 +65,14 @@ def find_skips(
     if settings.sampling.skip_equal_groups:
         live = _live(loaded, own, trained, settings, [group for group in valid if group in compared])
         skips |= {group: Skip(SkipReason.EQUAL) for group in compared if group not in live}
-    return {group: skips[group] for group in groups if group in skips}
+    skips = {group: skips[group] for group in groups if group in skips}
+    skips |= {group: skip for group, skip in of_phases(groups, loaded).items() if group not in skips}
+    return skips | already_trained(claimed([rollout for rollout in loaded.rollouts if rollout.group not in skips]))
+
+
+def already_trained(claimed: Mapping[Group, str]) -> dict[Group, Skip]:
+    """Return the skips of groups of which a rollout is in a batch of the branch, with a sentence about each."""
+    return {group: Skip(SkipReason.ALREADY_TRAINED, detail) for group, detail in claimed.items()}
 
 
 def same_ids(rollouts: Sequence[BatchRollout], groups: Sequence[Group]) -> dict[Group, Skip]:

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
 from spangrad.types import Mode
-from trainer.data.batch_queue import Claimed, HeldGroups, PhaseSkips, all_skips, most_held, oldest_first
-from trainer.data.group_checks import same_ids
+from trainer.data.batch_queue import HeldGroups, most_held, oldest_first
+from trainer.data.group_checks import Claimed, PhaseSkips, find_skips, same_ids
 from trainer.data.source import AttemptKey, BatchRollout, Group, GroupState, Loaded
 from trainer.ledger.skips import Skip, SkipReason
 
@@ -251,7 +251,7 @@ def _outcomes_of_ready(
             decided = dict.fromkeys(loaded.incomplete, (GroupOutcome.INCOMPLETE, None, None))
             if complete := [group for group in unchecked if group not in decided]:
                 examined = loaded.only(set(complete))
-                skips = all_skips(
+                skips = find_skips(
                     complete,
                     examined,
                     settings,
