@@ -176,11 +176,7 @@ _BY_CALL = frozenset({"own", "reward_to_go", "gigpo"})
 def live_groups(transitions: pl.DataFrame, own: pl.Series, credit: CreditSettings, trained: pl.Series | None = None) -> pl.DataFrame:
     """Return the groups (columns of `GROUP`) in which a value differs from one that it is compared with; the rest teaches nothing.
 
-    Args:
-        transitions: all calls of whole rollouts.
-        own: which of them are compared.
-        credit: the scheme, the baseline and their parameters.
-        trained: which of those are trained. None: all that are compared.
+    Arguments are those of `advantages`.
     """
     scope: Scope = "greedy" if ESTIMATORS[credit.estimator].scope == "greedy" else "group"
     differs = advantages(transitions, own, credit, normalise=lambda units: np.ones(len(units.values)), trained=trained, scope=scope)
@@ -237,11 +233,7 @@ def compare(groups: pl.DataFrame, units: pl.DataFrame, *, scope: Scope, normalis
     value reaches it, since none is compared with its group alone. Where all values of every group are equal, there is nothing to compare.
     `greedy`: values that differ from their greedy rollout's reach it, also in groups of one; the others are 0.
 
-    Args:
-        groups: what names each unit's group.
-        units: Value, Length, a column a reward's name (`Value.NAME`) where the estimator needs them, and Greedy in that scope.
-        scope: what is compared with what.
-        normalise: how values are compared.
+    Units have Value, Length, a column a reward's name (`Value.NAME`) where the estimator needs them, and Greedy in that scope.
     """
     rows = units.with_columns(
         groups.select(pl.struct(pl.all()).rank("dense").cast(pl.Int64).alias("Group")).to_series(), pl.int_range(pl.len()).alias("Row")

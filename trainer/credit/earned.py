@@ -47,13 +47,7 @@ def split(transitions: pl.DataFrame) -> Earned:
 
 
 def only_rewards(transitions: pl.DataFrame, entries: pl.DataFrame, names: list[str]) -> pl.DataFrame:
-    """Return the transitions with these rewards alone.
-
-    Args:
-        transitions: rows with lists of rewards.
-        entries: a row each reward, with Row, the number of its transition.
-        names: of the lists.
-    """
+    """Return the transitions with these rewards alone: `entries` has a row each, with Row, the number of its transition."""
     lists = entries.group_by("Row").agg(names)
     rows = transitions.select(Row=pl.int_range(pl.len()))
     held = rows.join(lists, on="Row", how="left", maintain_order="left").select(pl.col(name).fill_null([]) for name in names)

@@ -15,14 +15,9 @@ OVERLONG = "overlong"
 
 
 def punishment(tokens: pl.Expr, longest: int, buffer: int) -> pl.Expr:
-    """R_length of a response of so many tokens, from 0 to -1.
+    """R_length of a response of so many tokens, from 0 to -1; `longest` is L_max and `buffer` is L_cache, in tokens.
 
     0 up to L_max - L_cache tokens; (L_max - L_cache - tokens) / L_cache up to L_max; -1 beyond.
-
-    Args:
-        tokens: length of the response.
-        longest: L_max, in tokens.
-        buffer: L_cache, in tokens.
 
     Source: DAPO (https://arxiv.org/abs/2503.14476), eq. 13.
     """
@@ -30,12 +25,9 @@ def punishment(tokens: pl.Expr, longest: int, buffer: int) -> pl.Expr:
 
 
 def with_overlong(transitions: pl.DataFrame, settings: TrainerSettings) -> pl.DataFrame:
-    """Transitions with a reward `overlong` on each of the policy's calls whose response is longer than L_max - L_cache.
+    """Transitions with a reward `overlong` on each selected call of the policy whose response is longer than L_max - L_cache.
 
-    Args:
-        transitions: calls of whole rollouts, with the columns `Rewards.*`.
-        settings: overlong_tokens (L_max; 0: nothing is punished), overlong_buffer (L_cache), and which calls are the policy's and selected:
-            others' lengths are not punished.
+    L_max is trainer.credit.overlong_tokens (0: nothing is punished), L_cache is overlong_buffer.
     """
     if not settings.credit.overlong_tokens:
         return transitions

@@ -23,12 +23,7 @@ def counts(role: str, roles: Sequence[str]) -> bool:
 
 
 def count_roles(transitions: pl.DataFrame, roles: Sequence[str]) -> pl.DataFrame:
-    """Return the transitions with only those rewards that a trainer counts: of the named roles, and of no role.
-
-    Args:
-        transitions: rows with lists whose names begin with `Rewards.`, of one length a row, `Rewards.Role` among them.
-        roles: `trainer.credit.reward_roles`; empty: every reward counts.
-    """
+    """Return the transitions with only those rewards that a trainer of these roles counts (`counts`)."""
     if not roles:
         return transitions
     names = [name for name in transitions.columns if name.startswith(LISTS)]
@@ -42,10 +37,6 @@ def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
 
     A reward of a role that stands on another agent's call, as a rollout's own reward may, moves to the last call of the role's agent; one
     of no role is each agent's, and of the agents that did not earn it, the whole rollout's. Those of roles without an agent are left out.
-
-    Args:
-        transitions: of whole rollouts, with lists whose names begin with `Rewards.`, of one length a row.
-        policy: name of the policy that is trained.
     """
     names = [name for name in transitions.columns if name.startswith(LISTS)]
     rows = transitions.select(*KEY, "AgentName", "Turn", "Policy", Row=pl.int_range(pl.len()))
@@ -68,11 +59,8 @@ def count_own_roles(transitions: pl.DataFrame, policy: str) -> pl.DataFrame:
 def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dict[str, float]:
     """Return `roles_cancel`: 1 where the returns of every group agree though what its roles earned differs, else 0.
 
-    Nothing where fewer than two roles have rewards, or fewer than four rollouts differ in what a role earned.
-
-    Args:
-        transitions: whole groups, with the rewards that the trainer counts.
-        weights: what rewards of a name are multiplied by; 1 for a name that is not here.
+    Nothing where fewer than two roles have rewards, or fewer than four rollouts differ in what a role earned. Transitions are whole groups,
+    with the rewards that the trainer counts.
     """
     roles = _named(transitions)
     if len(roles) < 2:

@@ -95,13 +95,7 @@ def assemble(
 
 
 def _describe(calls: pl.DataFrame, sequences: Sequences, lineage: Sequence[int]) -> pl.DataFrame:
-    """Return the columns of `trained_calls` but Advantage, a row each call in the order of its tokens.
-
-    Args:
-        calls: trained transitions with Return, their rollout's.
-        sequences: made of them.
-        lineage: committed versions, oldest first; the last one will be trained.
-    """
+    """Return the columns of `trained_calls` but Advantage, a row each call with its rollout's Return, in the order of the tokens."""
     first = calls.select(versions_of_calls().list.first().cast(pl.Int64)).to_series().to_numpy()
     behind = pl.Series(staleness(first, lineage))
     names = ("BuildSpec", "Revision", "TaskId", "Turn", "TransitionId", "CallId", "TraceId", "SpanId", "AgentName", "Tools", "FinishReason")
@@ -119,12 +113,7 @@ def _describe(calls: pl.DataFrame, sequences: Sequences, lineage: Sequence[int])
 
 
 def with_token_values(calls: pl.DataFrame, response_mask: NDArray[np.int64], values: TokenValues) -> pl.DataFrame:
-    """Add what a step computed of their tokens to the calls of a batch.
-
-    Args:
-        calls: as `assemble` returns them.
-        response_mask: of the batch.
-        values: of the batch's sampled tokens.
+    """Add what a step computed of their tokens to the calls of a batch, as `assemble` returns them.
 
     Returns:
         The calls with Advantage, the mean over the call's tokens, and TrainerLogprobs and Entropies, a value each token of the response in

@@ -65,12 +65,7 @@ class HeldGroups:
         return {rollout.group for rollout in self._loaded.rollouts} if self._loaded else set()
 
     def load(self, load: Callable[[Sequence[Group]], Loaded], groups: Collection[Group]) -> Loaded:
-        """Load those of the groups that are not held yet, and return what is held of all of them.
-
-        Args:
-            load: reads groups (`GroupReader.load`).
-            groups: one at least.
-        """
+        """Load those of the groups, one at least, that are not held yet, and return what is held of all of them."""
         held = self.groups
         if missing := [group for group in groups if group not in held]:
             loaded = load(missing)
@@ -93,9 +88,7 @@ def most_held(settings: TrainerSettings) -> int:
 def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[Group]:
     """Return those of the ready groups that may be trained, in the order in which batches take them.
 
-    Args:
-        ready: in the order in which they became ready.
-        checked: those that may be trained, with the oldest version that answered a call of each.
+    `checked` has the oldest version that answered a call of each group that may be trained.
     """
     return sorted((group for group in ready if group in checked), key=checked.__getitem__)
 
@@ -108,12 +101,7 @@ class BatchQueue:
     ) -> None:
         """Take nothing yet.
 
-        Args:
-            settings: of the trainer.
-            branch: that it trains.
-            clock: times the loading.
-            on_stale: called before groups are skipped as stale, since an engine that serves old weights would make every group stale.
-            of_phases: returns the groups that versions of other phases played.
+        Before groups are skipped as stale, `on_stale` is called, since an engine that serves old weights would make every group stale.
         """
         self._settings = settings
         self._branch = branch
@@ -186,11 +174,7 @@ class BatchQueue:
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
         """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
 
-        Args:
-            error: names the rows, and why.
-            groups: those that have rows in the batch, by the numbers in `rows`.
-            rows: of each row of the batch, the number of its group; -1: of none.
-            head: the version that was to be trained.
+        Each of the batch's `rows` is the number of its group among `groups`; -1: of none.
 
         Raises:
             TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).

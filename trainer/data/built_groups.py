@@ -91,13 +91,7 @@ class BuiltGroups:
     """Whole groups of one run and build specification that were not released."""
 
     def __init__(self, rows: Rows, as_of: Any = None, *, greedy: bool = False) -> None:
-        """Read nothing yet.
-
-        Args:
-            rows: runs queries.
-            as_of: a datetime, after which rows are left out. None: take all.
-            greedy: groups are whole only with their greedy rollout.
-        """
+        """Read nothing yet; rows after the time `as_of` are left out, and with `greedy` a group is whole only with its greedy rollout."""
         self._rows = rows
         self._as_of = as_of
         self._greedy = greedy
@@ -237,9 +231,7 @@ class BuiltGroups:
 def whole_groups(members: Iterable[BuiltRow], *, greedy: bool = False) -> dict[Key, int]:
     """Return the groups that are whole by their members, and the time at which each became so, in microseconds.
 
-    Args:
-        members: of some groups in every mode, a row a rollout; those of size 0 do not count.
-        greedy: a group is whole only with its greedy rollout, which is none of its size.
+    Members are a row a rollout, in every mode; those of size 0 do not count. A greedy rollout, where it is needed, is none of the size.
     """
     groups: dict[Key, list[BuiltRow]] = {}
     for row in members:

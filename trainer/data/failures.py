@@ -17,15 +17,11 @@ SHARE = "failed_share"
 
 
 def failed_shares(loaded: Loaded, alarm: float) -> dict[str, float]:
-    """Return metrics of a batch.
-
-    Args:
-        loaded: whole groups.
-        alarm: `trainer.alarms.failed_share`.
+    """Return metrics of a batch of whole groups.
 
     Returns:
         failed_share: share of the rollouts whose attempt failed. failed_share_REASON: the share of each reason that occurs. failed_alarm:
-        1 where failed_share is more than `alarm`, else 0.
+        1 where failed_share is more than `alarm` (trainer.alarms.failed_share), else 0.
     """
     total = len(loaded.rollouts)
     if not total:

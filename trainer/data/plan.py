@@ -192,14 +192,7 @@ class TrainPlan:
 def planned(
     states: Sequence[GroupState], load: Callable[[Sequence[Group]], Loaded], history: LedgerHistory, settings: TrainerSettings
 ) -> tuple[PlannedGroup, ...]:
-    """Return every group with its outcome.
-
-    Args:
-        states: what is built of each group, in the order in which groups are taken.
-        load: rollouts and transitions of some groups.
-        history: the ledger's conclusions.
-        settings: of the trainer.
-    """
+    """Return every group with its outcome; states are in the order in which groups are taken."""
     outcomes: dict[Group, _Outcome] = {}
     ready: list[Group] = []
     for state in states:

@@ -221,12 +221,8 @@ class GroupReader:
     def __init__(self, client: Client, settings: Settings, *, arrived: Callable[[float], bool] = lambda _: True) -> None:
         """Read with `client`: the dataset of the trainer's settings, else what the builder's settings make.
 
-        A name without a revision means the newest one now: training does not switch to another revision later.
-
-        Args:
-            client: of the store.
-            settings: the whole tree.
-            arrived: returns whether builds may have arrived within the last so many seconds.
+        A name without a revision means the newest one now: training does not switch to another revision later. `arrived` returns whether
+        builds may have arrived within the last so many seconds.
 
         Raises:
             StoreError: the store has no such dataset.
@@ -301,12 +297,9 @@ class GroupReader:
         return self._load(groups, lambda: builds.with_columns(RunId=pl.lit(self._run), BuildSpec=pl.lit(self.build_spec)))
 
     def load_batch(self, rollouts: Sequence[BatchRollout]) -> Loaded:
-        """Read what a batch was made of: its rollouts at the revisions that it trained, which newer ones may have followed.
+        """Read what one batch was made of: its rollouts at the revisions that it trained, which newer ones may have followed.
 
         Where the estimator compares with a greedy rollout, that is read at its newest revision.
-
-        Args:
-            rollouts: of one batch, which share run and specification.
         """
         ids, revisions = constant(rollout.rollout_id for rollout in rollouts), [rollout.revision for rollout in rollouts]
         trained = f"(RolloutId, Revision) IN arrayZip({ids}, {revisions}) OR Mode = '{Mode.GREEDY.value}'"

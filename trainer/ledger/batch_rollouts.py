@@ -69,11 +69,7 @@ def claimed(
 ) -> Iterator[tuple[Group, str]]:
     """Yield the groups of which a rollout is in a batch of the branch, with a sentence; a group may come more than once.
 
-    Args:
-        transaction: of the ledger.
-        branch: policy and branch.
-        rollouts: of the groups.
-        pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
+    A leased batch counts as a committed one where its id is `pending`, and no other.
     """
     table = BATCH_ROLLOUTS.c
     in_branch = equal_to(BATCH_ROLLOUTS, branch)
@@ -120,13 +116,13 @@ def finished(
     since: int | None = None,
     keys: Sequence[Key] | None = None,
 ) -> FinishedGroups:
-    """Return the groups that are leased or trained under any specification, or skipped under this one.
+    """Return the groups of a run that are leased or trained under any specification, or skipped under this one.
 
     Args:
         connection: to the ledger.
         branch: policy and branch.
-        run_id: of the groups.
-        build_spec: of the skips.
+        run_id: the run.
+        build_spec: the specification.
         finetuned: True if groups of which a run over files trained a rollout count, too.
         since: version from which on batches and skips are read. None: all.
         keys: groups to read of; a few others may be among the result. None: all.

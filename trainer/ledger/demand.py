@@ -70,12 +70,7 @@ class ConsumedGroups:
 
 
 def usable(settings: TrainerSettings, steps: int) -> int:
-    """Return the groups that steps can use beyond those that are consumed: a batch for each version within the staleness bound.
-
-    Args:
-        settings: groups_per_batch, max_staleness, max_steps.
-        steps: number of steps that the branch has made.
-    """
+    """Return the groups that can be used after so many steps beyond the consumed ones: a batch a version within the staleness bound."""
     batches = settings.sampling.max_staleness + 1
     if settings.max_steps:
         batches = min(batches, max(settings.max_steps - steps, 0))
@@ -87,10 +82,7 @@ def in_flight(settings: TrainerSettings, consumed: ConsumedGroups, ready: int = 
 
     The share that it leaves is (t + F) / (t + s + F) after t trained and s filtered groups, F being the usable ones, and 1/3 at least.
 
-    Args:
-        settings: groups_per_batch, max_staleness, max_steps.
-        consumed: groups that the branch has trained or skipped.
-        ready: groups that are whole, sound, and not consumed yet.
+    Ready groups are whole, sound, and not consumed yet, those of the step under way included.
     """
     needed = usable(settings, consumed.steps)
     missing = max(needed - ready, 0)
@@ -104,14 +96,7 @@ def groups_wanted(consumed: ConsumedGroups, settings: TrainerSettings, ready: in
 
 
 def demand(consumed: ConsumedGroups, settings: TrainerSettings, lineage: Sequence[int], ready: int = 0) -> DemandRequest:
-    """Return the demand that is reported to the queue.
-
-    Args:
-        consumed: groups that the branch has trained or skipped.
-        settings: of the trainer.
-        lineage: the versions that led to the one about to be trained, which is last.
-        ready: groups that are whole, sound, and not consumed yet, those of the step under way included.
-    """
+    """Return the demand that is reported to the queue; the version about to be trained is the last of the lineage."""
     oldest = lineage[-1 - settings.sampling.max_staleness :][0]
     level = groups_wanted(consumed, settings, ready)
     filled = min(consumed.groups + ready, level)
@@ -127,13 +112,7 @@ class Consumption:
     """
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings, build_spec: str) -> None:
-        """Read nothing yet.
-
-        Args:
-            ledger: of the branch.
-            settings: of the trainer.
-            build_spec: of the groups.
-        """
+        """Read nothing yet."""
         self._ledger = ledger
         self._build_spec = build_spec
         self._branch = {"policy": settings.policy, "branch": settings.branch}
@@ -156,11 +135,7 @@ class Consumption:
         self._reasons = Counter[SkipReason]()
 
     def read(self, pending: str | None = None) -> ConsumedGroups:
-        """Return the consumed groups.
-
-        Args:
-            pending: id of a leased batch that counts as a committed one. None: no leased batch counts.
-        """
+        """Return the consumed groups; a leased batch counts as a committed one where its id is `pending`, and no other."""
         with self._lock:
             return self._ledger.database.remembered(self, lambda connection: self._read(connection, pending), pending)
 
@@ -231,11 +206,7 @@ class DemandReporter:
         self._outage = Outage("the queue")
 
     def call(self, ready: int = 0) -> None:
-        """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later.
-
-        Args:
-            ready: groups that are whole, sound, and not consumed yet, those of the step under way included.
-        """
+        """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later."""
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
             return
@@ -257,11 +228,7 @@ class DemandReporter:
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
     def figures(self, ready: int) -> dict[str, float]:
-        """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered.
-
-        Args:
-            ready: as for `demand`.
-        """
+        """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered."""
         consumed = self._consumed()
         return {
             "groups_wanted": float(groups_wanted(consumed, self._settings.trainer, ready)),

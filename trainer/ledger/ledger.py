@@ -60,15 +60,9 @@ class Ledger:
         holder: str | None = None,
         settings: TrainerSettings | None = None,
     ) -> None:
-        """Open the ledger, making it when there is none.
+        """Open the ledger in trainer.directory or at a database's URL (trainer.ledger_url), making it when there is none.
 
-        Args:
-            location: trainer.directory, or a database's URL (trainer.ledger_url).
-            policy: its name.
-            branch: its branch.
-            lease_seconds: time that a lease holds unrenewed, in seconds.
-            holder: name of the process that leases. None: this process.
-            settings: settings that skips depend on. None: the defaults.
+        A lease holds `lease_seconds` unrenewed, of this process unless another `holder` is named; skips depend on `settings`.
 
         Raises:
             LedgerError: there is no such database.
@@ -223,11 +217,7 @@ class Ledger:
             return version_of(row_of_version)
 
     def orphan(self, versions: Sequence[LedgerVersion], head: int) -> bool:
-        """Orphan the branch's newest versions, free their rollouts, and make the version before them its head.
-
-        Args:
-            versions: the versions after `head` up to the present head, oldest first.
-            head: version that is trained next.
+        """Orphan the branch's newest versions, given oldest first, free their rollouts, and make `head`, the one before them, its head.
 
         Returns:
             False: a step is under way, the head has moved meanwhile, one of them is pinned, or another version came of one, as after a
@@ -300,11 +290,7 @@ class Ledger:
         return self.database.remembered("frontier", read)
 
     def lineage(self, version: int | None = None) -> list[int]:
-        """Return the numbers of the committed versions that led to a version, oldest first: the branch's, and its parent branches'.
-
-        Args:
-            version: of the branch. None: the head.
-        """
+        """Return the numbers of the committed versions that led to one (None: the head), oldest first, on parent branches as well."""
         return self._line.lineage(version)
 
     def parents_of_other_branches(self) -> set[int]:
@@ -318,11 +304,7 @@ class Ledger:
             return set(transaction.execute(sa.select(VERSIONS.c.version).where(*where)).scalars())
 
     def pin(self, version: int, holder: str = "") -> None:
-        """Keep a version's files regardless of trainer.checkpoint.keep; idempotent.
-
-        Args:
-            version: number of the version.
-            holder: name of what needs the files for a while. Empty: a user keeps them.
+        """Keep a version's files regardless of trainer.checkpoint.keep while a holder (empty: a user) needs them; idempotent.
 
         Raises:
             LedgerError: no branch of the policy has committed it.

@@ -56,11 +56,7 @@ class VersionLine:
         return statuses
 
     def lineage(self, version: int | None = None) -> list[int]:
-        """Return the numbers of the committed versions that led to a version, oldest first: the branch's, and its parent branches'.
-
-        Args:
-            version: of the branch. None: the head.
-        """
+        """Return the numbers of the committed versions that led to one (None: the head), oldest first, on parent branches as well."""
 
         def read(connection: sa.Connection) -> Sequence[int]:
             if version is not None:
@@ -110,13 +106,7 @@ def parents(connection: sa.Connection, policy: str) -> dict[tuple[str, int], tup
 
 
 def ancestry(parents: Mapping[tuple[str, int], tuple[str, int | None]], branch: str, head: int | None) -> list[int]:
-    """Return the numbers of the versions from the first weights to a head, oldest first.
-
-    Args:
-        parents: (branch, version) of the parent of each (branch, version).
-        branch: the branch of the head.
-        head: its version. None: the branch has not begun.
-    """
+    """Return the numbers of the versions from the first weights to a head, oldest first; none of a branch without a head."""
     versions = set[int]()
     while head is not None and (branch, head) in parents:
         versions.add(head)

@@ -37,14 +37,7 @@ class StateSchedule:
     """Schedule by which the optimizer's state is written."""
 
     def __init__(self, settings: TrainerSettings, ledger: Ledger, loaded: LedgerVersion, now: Callable[[], float] = time.monotonic) -> None:
-        """Begin with a version that is loaded.
-
-        Args:
-            settings: of the trainer.
-            ledger: of the branch.
-            loaded: version that the next step trains.
-            now: a clock, in seconds.
-        """
+        """Begin with the version that is loaded, which the next step trains; `now` is a clock, in seconds."""
         self._settings = settings
         self._now = now
         self.steps = len(steps_since_state(ledger, loaded)[1])

@@ -50,12 +50,7 @@ class SkippedGroup:
         return (self.version, microseconds, self.group.run_id, self.group.mode, self.group.build_spec, self.group.group_id)
 
     def is_outdated(self, lineage: Collection[int], bases: Mapping[SkipReason, str]) -> bool:
-        """Return whether what the reason depends on has changed.
-
-        Args:
-            lineage: the committed versions that led to the one about to be trained.
-            bases: basis of each reason under the present settings (`trainer.ledger.skips.bases`).
-        """
+        """Return whether what the reason depends on has changed, given the present lineage and bases (`trainer.ledger.skips.bases`)."""
         return self.basis != bases[self.reason] or (self.head is not None and not _continues(lineage, self.head, self.committed))
 
 
@@ -157,13 +152,7 @@ class SkippedGroups:
         return restored
 
     def remove_outdated(self, run_id: str, build_spec: str, lineage: Iterable[int]) -> dict[SkipReason, int]:
-        """Remove skips that no longer hold, so that the groups are checked again; return their number by reason.
-
-        Args:
-            run_id: of the groups.
-            build_spec: of the groups.
-            lineage: the committed versions that led to the one about to be trained.
-        """
+        """Remove skips that no longer hold with the present lineage, so that groups are checked again; return their number by reason."""
         of_run = equal_to(SKIPPED, {**self._branch, "run_id": run_id, "build_spec": build_spec})
         known = frozenset(lineage)
         changed = [sa.and_(SKIPPED.c.reason == reason.value, SKIPPED.c.basis != text) for reason, text in self.bases.items()]

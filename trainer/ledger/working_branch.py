@@ -37,13 +37,7 @@ class WorkingBranch:
         return pending.policy_version.batch_id if pending else None
 
     def leased(self, lease: BatchLease, parent: LedgerVersion, metrics: dict[str, float]) -> LedgerVersion:
-        """Return the version that a lease makes, with what is known of it before its checkpoint is written.
-
-        Args:
-            lease: of the step.
-            parent: version that was trained; the tokenizer is its.
-            metrics: of the step so far.
-        """
+        """Return the version that a lease makes, with what is known before its checkpoint is written; its tokenizer is the parent's."""
         return replace(self.ledger.version(lease.version), tokenizer_hash=parent.tokenizer_hash, metrics=metrics)
 
     def head(self) -> LedgerVersion:

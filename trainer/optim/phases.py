@@ -63,14 +63,8 @@ class StepPhases:
     ) -> None:
         """Compute nothing yet.
 
-        Args:
-            batch: rows that are trained, numbered.
-            settings: the trainer's.
-            workers: that hold the models.
-            check: of the rows.
-            order: random numbers that mini-batches are drawn from.
-            held_versions: number of earlier versions whose weights the workers hold.
-            before_update: called once, before weights, moments or critic change; at the end where nothing does.
+        Mini-batches are drawn from the random numbers `order`. The workers hold the weights of `held_versions` earlier versions.
+        `before_update` is called once, before weights, moments or critic change; at the end where nothing does.
         """
         self.batch = batch
         """The batch, with what the phases so far computed of it."""

@@ -63,13 +63,7 @@ class Rank:
     world_size: int
 
     def assemble(self, models: dict[ModelRole, Any], settings: TrainerSettings, device: str) -> None:
-        """Take charge of the models of this process.
-
-        Args:
-            models: verl's TrainingWorker of each model, with its weights.
-            settings: the trainer's.
-            device: cuda or cpu.
-        """
+        """Take charge of the models of this process, verl's TrainingWorkers with weights, on a device: cuda or cpu."""
         self._models, self._settings, self._device = models, settings, device
         self._before: dict[ModelRole, snapshots.Snapshot] = {}
         self._position = 0
@@ -91,11 +85,7 @@ class Rank:
 
     @on_every_rank
     def begin_step(self, undoable: bool) -> None:
-        """Copy the weights that `end_step` keeps for later versions' checks and the state that `undo_step` restores.
-
-        Args:
-            undoable: True if weights may move before the last check of the step.
-        """
+        """Copy the weights that `end_step` keeps; if they may move before the last check (`undoable`), also what `undo_step` restores."""
         self._times.begin()
         self._position = self._engine(ModelRole.POLICY).lr_scheduler.last_epoch
         copied = [role for role, _ in self._trained()] if undoable else [ModelRole.POLICY] if held_versions(self._settings) else []
@@ -245,11 +235,8 @@ class Rank:
         """Copy to main memory what `write` writes of this rank's; collective.
 
         Weights are copied, since a check of earlier versions' calls puts others in their place for a while. What changes in an update
-        alone (moments, critic) is not, where it is in main memory already: it is to be written before the next update.
-
-        Args:
-            order: random state that mini-batches are drawn from, which is not a worker's.
-            with_state: True to collect the state beside the weights.
+        alone (moments, critic) is not, where it is in main memory already: it is to be written before the next update. Mini-batches are
+        drawn from the random state `order`, which is not a worker's.
         """
         self._collected = list(self._parts(copy=True)), self._state(order) if with_state else None
 

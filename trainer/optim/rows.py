@@ -14,13 +14,7 @@ from trainer.data.batch import Batch
 
 
 def tensordict(batch: Batch, *, role: str, **flags: Any) -> Any:
-    """Return verl's jagged layout of a batch, with one temperature per row.
-
-    Args:
-        batch: its number of rows is a multiple of the number of workers.
-        role: model of a worker that takes it (`trainer.optim.rank`).
-        flags: of the pass (`flags_of`).
-    """
+    """Return verl's jagged layout of a batch, with one temperature per row, for a pass with these flags (`flags_of`)."""
     import torch
 
     columns = {
@@ -98,14 +92,9 @@ def unpadded(columns: dict[str, Any], flags: dict[str, Any]) -> Any:
 
 
 def by_response(output: Any, batch: Batch) -> NDArray[np.float32]:
-    """Return an output of a forward pass for the sampled tokens; 0 elsewhere.
+    """Return an output of a forward pass for the sampled tokens, of the batch's shape [rows, response]; 0 elsewhere.
 
-    Args:
-        output: jagged over the batch's tokens, row by row; at each position that of the next token.
-        batch: the rows, in their order.
-
-    Returns:
-        Values of the batch's shape [rows, response].
+    It is jagged over the batch's tokens, row by row; at each position that of the next token.
     """
     flat = (output.values() if output.is_nested else output.reshape(-1)).float().cpu().numpy()
     width = batch.prompts.shape[1]

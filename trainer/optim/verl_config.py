@@ -68,13 +68,7 @@ class Derived(NamedTuple):
 
 
 def compose(model: Path, settings: TrainerSettings, device: str, objective: Objective | None = None) -> Any:
-    """Return verl's configuration of a trainer, whose interpolations are resolved where they are read.
-
-    Args:
-        model: a Hugging Face directory.
-        settings: of the trainer; `verl` is applied last.
-        device: cuda or cpu.
-        objective: objective of a run over files. None: the trainer's own.
+    """Return verl's configuration of a trainer, or a run over files, whose interpolations are resolved where they are read.
 
     Raises:
         SettingsError: a key of trainer.verl is this project's, or verl has no such key, or no such value.

@@ -48,13 +48,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):  # pyright: ignore[reportIncompa
     """Worker of the policy, whose `Rank` is in charge of all models of its process; or of the reference."""
 
     def __init__(self, config: Any, role: str, **options: Any) -> None:
-        """Join the other ranks; `init_model` loads the weights.
-
-        Args:
-            config: `actor_rollout_ref` of verl's configuration.
-            role: actor or ref.
-            options: verl's.
-        """
+        """Join the other ranks, as actor or ref by `actor_rollout_ref` of verl's configuration; `load_models` loads the weights."""
         join_group()
         self._gpu = GpuOfProcess()
         settings, self._objective, self._device = settings_of(config)

@@ -55,10 +55,6 @@ class _Rows:
 def own_parts(module: Any, settings: TrainerSettings) -> Iterator[WeightPart]:
     """Yield this rank's part of each of the policy's parameters, tied ones once, adapters merged or alone; collective for merged ones.
 
-    Args:
-        module: the model, sharded along dimension 0 or replicated.
-        settings: trainer.lora and trainer.weight_sync.method decide about adapters.
-
     Raises:
         SettingsError: a tensor is sharded along another dimension.
     """
@@ -84,11 +80,8 @@ def kind_of(module: Any) -> str | None:
 def held_parts(module: Any, names: Container[str]) -> Iterator[WeightPart]:
     """Yield what this rank holds of tensors, in its own memory and dtype, by the names of the base model's files; tied ones once.
 
-    Unlike `own_parts`, a part of which there are copies on several ranks is yielded on each of them, so that it can be filled.
-
-    Args:
-        module: the model, sharded along dimension 0 or replicated.
-        names: names of the tensors in the module.
+    Unlike `own_parts`, a part of which there are copies on several ranks is yielded on each of them, so that it can be filled. `names` are
+    the module's own.
 
     Raises:
         SettingsError: a tensor is sharded along another dimension.
@@ -100,13 +93,7 @@ def held_parts(module: Any, names: Container[str]) -> Iterator[WeightPart]:
 
 
 def row_range(rows: int, ranks: int, number: int) -> tuple[int, int]:
-    """Return the first row and the number of rows of one rank, as `torch.chunk` divides them: the last ranks may have fewer, or none.
-
-    Args:
-        rows: of the tensor.
-        ranks: number of ranks that divide it.
-        number: of the rank.
-    """
+    """Return the first row and the number of rows of one rank, as `torch.chunk` divides them: the last ranks may have fewer, or none."""
     size = -(-rows // ranks)
     first = min(number * size, rows)
     return first, min(size, rows - first)

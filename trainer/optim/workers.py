@@ -74,14 +74,9 @@ class LocalWorkers:
         phases.update_critic()
 
     def pass_batch(self, kind: PassKind, batch: Batch, role: str, *outputs: str, **flags: bool | int) -> Passed:
-        """Pass rows of the batch of `run` through a model.
+        """Pass rows of the batch of `run`, with no-op rows up to a multiple of `size`, through a model.
 
-        Args:
-            kind: of the pass.
-            batch: the rows, with no-op rows up to a multiple of `size`.
-            role: model of a rank.
-            outputs: names of the outputs that are returned, by verl's names.
-            flags: of the pass (`trainer.optim.rows.flags_of`).
+        Outputs are returned by verl's names; flags are those of `trainer.optim.rows.flags_of`.
         """
         output = self.by_rows(kind, tensordict(batch, role=role, **flags))
         return Passed(scalars(output), {name: by_response(output[name], batch) for name in outputs})
@@ -112,12 +107,7 @@ class LocalWorkers:
 
 
 def begin(model: Path, settings: TrainerSettings, objective: Objective | None = None) -> LocalWorkers | DistributedWorkers:
-    """Start the workers of trainer.workers.per_node, with the model loaded.
-
-    Args:
-        model: a Hugging Face model directory.
-        settings: of the trainer.
-        objective: objective of a run over files. None: the trainer's own.
+    """Start the workers of trainer.workers.per_node, with the model loaded, for training or the objective of a run over files.
 
     Raises:
         SettingsError: the settings cannot be carried out.

@@ -103,15 +103,7 @@ def read_examples(
     settings: FinetuneSettings,
     known: Collection[AttemptKey] = (),
 ) -> Examples:
-    """Read all examples of some files.
-
-    Args:
-        sources: the files.
-        method: the training method.
-        renderer: of the policy.
-        limits: of the policy.
-        settings: the share that is held out, and the seed.
-        known: attempts that the branch has trained; their rows are left out as `trained_before`.
+    """Read all examples of some files; rows of attempts that are `known`, as the branch has trained them, are `trained_before`.
 
     Raises:
         TrainerError: a file is damaged, or nothing is left to train; the message names the reason.

@@ -47,11 +47,7 @@ class FileOptimizer:
         """Logprob (nats) of each sequence of all examples under the reference, trained before held out. None: not computed yet, or SFT."""
 
     def step(self, examples: Sequence[Example], reference: NDArray[np.float32] | None = None) -> dict[str, float]:
-        """Take one optimizer step; return its metrics.
-
-        Args:
-            examples: of the batch.
-            reference: for DPO, logprob (nats) of each of their sequences under the reference.
+        """Take one optimizer step; `reference` is for DPO: the logprob (nats) of each sequence of the examples under the reference.
 
         Returns:
             loss (SFT: nats per token; DPO: per pair), grad_norm, tokens (trained ones), and with DPO preference_accuracy,

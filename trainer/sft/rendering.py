@@ -56,12 +56,7 @@ class Renderer:
         self._model = model
 
     def conversation(self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None) -> list[TokenSequence]:
-        """Return messages as sequences; messages after the last trained reply are left out.
-
-        Args:
-            messages: in OpenAI's format.
-            trained: for each message, True if it is a reply that is trained.
-            tools: tools that the model was offered.
+        """Return messages in OpenAI's format as sequences; those after the last trained reply are left out.
 
         Raises:
             UnfitRowError: the template refuses the messages, or renders a reply differently than a model would have sampled it.

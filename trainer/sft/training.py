@@ -115,14 +115,9 @@ class Observer(Protocol):
 def finetune(
     settings: Settings, method: Method, paths: Sequence[Path], *, again: bool = False, observer: Observer | None = None
 ) -> FileRun | None:
-    """Train a branch's head on files.
+    """Train a branch's head on files, or directories of them.
 
-    Args:
-        settings: the whole tree; its own section, the trainer's, the store's and the gateway's are read.
-        method: sft or dpo.
-        paths: files, or directories of them.
-        again: True to train also rows whose rollouts the branch has trained, and to repeat a whole run.
-        observer: receives the run's progress.
+    With `again` rows whose rollouts the branch has trained are trained, too, and a whole run is repeated.
 
     Returns:
         None: stopped by a signal.

@@ -73,11 +73,7 @@ def policy_loss_of(settings: TrainerSettings, optimizer: Any) -> Any:
 
 
 def correct(batch: Batch, settings: TrainerSettings) -> tuple[dict[str, Any], dict[str, float]]:
-    """Weigh and reject tokens by the distance of the trainer's logprobs from the sampled ones, by verl; a sequence is a rollout.
-
-    Args:
-        batch: with `old_logprobs`.
-        settings: `trainer.loss.correction`.
+    """Weigh and reject tokens by the distance of the batch's old_logprobs from the sampled ones, by verl; a sequence is a rollout.
 
     Returns:
         The changed fields of the batch (weights, response_mask, and advantages, which are 0 where a token was rejected); metrics.

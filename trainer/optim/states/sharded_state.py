@@ -64,10 +64,7 @@ def _host_copy(value: Any, *, copy: bool) -> Any:
 def write(directory: Path, state: Mapping[str, Any], group: Any) -> None:
     """Write this rank's shards, and have them on the disk; collective. What all ranks hold alike is written by one.
 
-    Args:
-        directory: of all ranks; it is made, in one that exists.
-        state: tensors in main memory, and other values, by name.
-        group: process group of all ranks, on main memory, which nothing else uses meanwhile.
+    The directory is made, in one that exists. Tensors are in main memory, as is `group` of all ranks, which nothing else uses meanwhile.
 
     Raises:
         OSError: a rank could not write; raised on every rank.
@@ -97,12 +94,7 @@ def entries(directory: Path) -> dict[str, StoredTensor | None]:
 
 
 def read(directory: Path, state: dict[str, Any], group: Any) -> None:
-    """Read values into tensors, which hold this rank's shards; collective.
-
-    Args:
-        directory: result of `write`.
-        state: tensors to fill, and None for other values, which are replaced, by name.
-        group: process group of all ranks, on main memory.
+    """Read what `write` wrote into tensors, which hold this rank's shards, and in the place of None other values; collective.
 
     Raises:
         CheckpointError: it cannot be read; raised on every rank.

@@ -118,14 +118,9 @@ class WeightFiles:
 
 
 def written_parts(directory: Path, ranks: int, number: int) -> Iterator[FilePart]:
-    """Yield one rank's share of a version's weights in float32, one part at a time, whatever the rank has in memory.
+    """Yield the share of one rank (its number among `ranks`) of a version's weights in float32, one part at a time.
 
     Rows are divided as FSDP2 divides them, so that a rank reads what it has written.
-
-    Args:
-        directory: of the version's files.
-        ranks: number of ranks.
-        number: of this rank.
 
     Raises:
         CheckpointError: the files cannot be read.
