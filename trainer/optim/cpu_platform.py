@@ -7,8 +7,7 @@ no profiler ranges), and collectives go over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,28 +15,22 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 
+def _always(value: object) -> Any:
+    """Return a method that returns a value, whatever it is called with."""
+    return lambda *_, **__: value  # pyright: ignore[reportUnknownLambdaType]
+
+
 class _CpuModule:
     """Wrapper of `torch.cpu` with the members of `torch.cuda` that verl needs of every device module."""
 
+    max_memory_allocated = max_memory_reserved = memory_allocated = memory_reserved = _always(0)
+    mem_get_info = _always((0, 0))
+    empty_cache = reset_peak_memory_stats = _always(None)
+    get_device_name = _always("CPU")
+    manual_seed = staticmethod(torch.manual_seed)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
-
-    def max_memory_allocated(self, *_: object) -> int:
-        return 0
-
-    max_memory_reserved = memory_allocated = memory_reserved = max_memory_allocated
-
-    def mem_get_info(self, *_: object) -> tuple[int, int]:
-        return 0, 0
-
-    def empty_cache(self) -> None:
-        return None
-
-    def reset_peak_memory_stats(self, *_: object) -> None:
-        return None
-
-    def get_device_name(self, *_: object) -> str:
-        return "CPU"
 
     def get_rng_state(self, *_: object) -> torch.Tensor:
         return torch.get_rng_state()
@@ -45,84 +38,29 @@ class _CpuModule:
     def set_rng_state(self, state: torch.Tensor, *_: object) -> None:
         torch.set_rng_state(state)
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
 
 @PlatformRegistry.register(platform="cpu")
 class _PlatformCpu(PlatformBase):
-    """Platform with one CPU device, always available."""
+    """Platform with one CPU device, always available, whose work is done when its call returns."""
 
-    @property
-    def device_name(self) -> str:
-        return "cpu"
-
-    @property
-    def vendor_name(self) -> str:
-        return "cpu"
-
-    @property
-    def device_module(self) -> Any:
-        return _CpuModule()
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # torch takes a CPU by name
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
-
-    def set_device(self, device_index: int) -> None:
-        """Do nothing: there is one device."""
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Do nothing: CPU work is done when its call returns."""
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        """Do nothing: there is no caching allocator."""
-
-    def empty_cache(self) -> None:
-        """Do nothing: there is no caching allocator."""
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CPU_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # verl does not type it
-        """Do nothing: there are no profiler ranges."""
-        yield
-
-    def profiler_start(self) -> None:
-        """Do nothing: there is no profiler."""
-
-    def profiler_stop(self) -> None:
-        """Do nothing: there is no profiler."""
-
-    def ray_resource_name(self) -> str:
-        return "CPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
+    device_name: Any = "cpu"
+    vendor_name: Any = "cpu"
+    device_module: Any = _CpuModule()
+    is_available = _always(True)
+    current_device = _always("cpu")  # torch takes a CPU by name
+    device_count = _always(1)
+    set_device = synchronize = _always(None)
+    manual_seed: Any = staticmethod(torch.manual_seed)
+    manual_seed_all: Any = manual_seed
+    set_allocator_settings = empty_cache = _always(None)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CPU_VISIBLE_DEVICES")
+    nvtx_range = _always(nullcontext())
+    profiler_start = profiler_stop = cudart = _always(None)
+    ray_resource_name = _always("CPU")
+    ray_noset_envvars = _always(())
+    is_ipc_supported = _always(False)
 
     def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
         return {"num_cpus": num_gpus}
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-    def cudart(self) -> None:
-        """Do nothing: there is no CUDA runtime."""
