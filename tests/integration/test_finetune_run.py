@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,7 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
         return optimizers[-1]
 
     training._Run._optimizer = fake  # type: ignore[assignment, method-assign]
-    training._store = lambda _: None  # a store that is away, without asking
+    training._store = lambda _: nullcontext()  # a store that is away, without asking
     return optimizers
 
 
@@ -393,7 +394,7 @@ def die_at_every_boundary_of_finetuning(base: Path, directory: Path) -> list[int
         assert [len(ledger.batch(batch or "")) for batch in batches] == [4, 4]
 
     boundaries = list[int]()
-    for boundary in left_by_crashes(train, {training.__file__: {"_versions", "_version", "_lease"}, step.__file__: TRANSACTION}, own):
+    for boundary in left_by_crashes(train, {training.__file__: {"_train", "_version", "_lease"}, step.__file__: TRANSACTION}, own):
         survives(go_on)
         boundaries.append(boundary)
     return boundaries

@@ -14,8 +14,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -135,8 +135,8 @@ def finetune(
     sources = find_sources(paths)
     shutdown = Shutdown()
     try:
-        with shutdown.listening():
-            return _Run(settings, method, sources, again, observer, shutdown).go()
+        with shutdown.listening(), closing(open_ledger(settings)) as ledger, _store(settings) as client:
+            return _Run(settings, method, sources, again, observer, shutdown, ledger, client).go()
     except Stopped:
         logger.info("stopped by %s: the same command continues from the last version", shutdown.requested)
         return None
@@ -157,36 +157,27 @@ class _Run:
     again: bool
     observer: Observer | None
     shutdown: Shutdown
+    ledger: Ledger
+    client: Client | None
+    """Client of the span store. None: it does not answer."""
     clock: Clock = field(default_factory=Clock)
 
     def go(self) -> FileRun:
-        ledger, client, watchers = open_ledger(self.settings), _store(self.settings), Watchers([])
-        publisher = Publisher(self.settings.gateway, _REMEDY) if self.settings.trainer.weight_sync.publish else None
-        try:
-            head = prepare(ledger, self.settings)
-            if publisher:
-                publisher.served(self.settings.trainer.policy)  # so that a missing gateway is an error before the work, not after
-            plan = self._plan(ledger, head)
-            versions: list[LedgerVersion] = []
-            if plan.steps:
-                if self.observer:
-                    self.observer.planned(plan)
-                watchers = Watchers(reporters_of(self.settings, client))
-                versions = self._train(ledger, client, watchers, plan)
-            _copy(client, self.settings, ledger)
-            newest = newest_version(ledger)
-            if publisher:
-                logger.info("version %d is served (%.2f s)", newest.version, publisher.publish(newest.policy_version))
-            trainer = self.settings.trainer
-            return FileRun(plan, versions, best_of_files(ledger, versions_with_weights(ledger, trainer), trainer))
-        finally:
-            ledger.close()
-            watchers.close()
-            if client:
-                client.close()
+        trainer = self.settings.trainer
+        publisher = Publisher(self.settings.gateway, _REMEDY) if trainer.weight_sync.publish else None
+        head = prepare(self.ledger, self.settings)
+        if publisher:
+            publisher.served(trainer.policy)  # so that a missing gateway is an error before the work, not after
+        plan = self._plan(head)
+        versions = self._train(plan) if plan.steps else []
+        self._copy()
+        newest = newest_version(self.ledger)
+        if publisher:
+            logger.info("version %d is served (%.2f s)", newest.version, publisher.publish(newest.policy_version))
+        return FileRun(plan, versions, best_of_files(self.ledger, versions_with_weights(self.ledger, trainer), trainer))
 
-    def _plan(self, ledger: Ledger, head: LedgerVersion) -> FileTrainPlan:
-        trainer, finetune = self.settings.trainer, self.settings.finetune
+    def _plan(self, head: LedgerVersion) -> FileTrainPlan:
+        trainer, finetune, ledger = self.settings.trainer, self.settings.finetune, self.ledger
         run = run_name(self.settings, self.method, self.sources, again=self.again)
         last = last_of(ledger.database, trainer.policy, trainer.branch, run, ledger.lineage())
         done = last[1] if last else None
@@ -220,30 +211,26 @@ class _Run:
         ends = [*range(stride, len(steps), stride), len(steps)]
         return FileTrainPlan(self.method, run, head, done, self.sources, examples, digest, steps, ends)
 
-    def _train(self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan) -> list[LedgerVersion]:
-        with closing(self._optimizer(plan)) as optimizer:
-            return self._versions(ledger, client, watchers, plan, optimizer)
-
-    def _versions(
-        self, ledger: Ledger, client: Client | None, watchers: Watchers, plan: FileTrainPlan, optimizer: FileOptimizer
-    ) -> list[LedgerVersion]:
-        head, versions = plan.base, list[LedgerVersion]()
-        before = self._held_out(optimizer, plan) if not plan.at else {}
-        for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
-            self.clock.begin()
-            head = self._version(
-                ledger, optimizer, plan, head, range(begin, end), {f"{name}_before": value for name, value in before.items()}
-            )
-            before = {}
-            versions.append(head)
-            if self.observer:
-                self.observer.committed(head)
-            _copy(client, self.settings, ledger)
-            batch = ledger.batch(head.policy_version.batch_id or "")
-            watchers.stepped(CommittedStep(len(ledger.committed_versions()) - 1, head, batch, self.clock.stages))
-            prune(ledger, self.settings)
-            self.clock.end()
-        return versions
+    def _train(self, plan: FileTrainPlan) -> list[LedgerVersion]:
+        if self.observer:
+            self.observer.planned(plan)
+        reporters = Watchers(reporters_of(self.settings, self.client))
+        with closing(reporters), closing(self._optimizer(plan)) as optimizer:
+            head, versions = plan.base, list[LedgerVersion]()
+            before = {} if plan.at else {f"{name}_before": value for name, value in self._held_out(optimizer, plan).items()}
+            for begin, end in pairwise([plan.at, *(step for step in plan.ends if step > plan.at)]):
+                self.clock.begin()
+                head = self._version(optimizer, plan, head, range(begin, end), before)
+                before = {}
+                versions.append(head)
+                if self.observer:
+                    self.observer.committed(head)
+                self._copy()
+                batch = self.ledger.batch(head.policy_version.batch_id or "")
+                reporters.stepped(CommittedStep(len(self.ledger.committed_versions()) - 1, head, batch, self.clock.stages))
+                prune(self.ledger, self.settings)
+                self.clock.end()
+            return versions
 
     def _optimizer(self, plan: FileTrainPlan) -> FileOptimizer:
         from trainer.sft.optimizer import FileOptimizer
@@ -263,16 +250,16 @@ class _Run:
         return {f"held_out_{name}": value for name, value in metrics.items()}
 
     def _version(
-        self, ledger: Ledger, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
+        self, optimizer: FileOptimizer, plan: FileTrainPlan, parent: LedgerVersion, steps: range, facts: dict[str, float]
     ) -> LedgerVersion:
         """Make one version of some steps; on any error before the commit, undo the lease."""
         end = steps.stop
         trained = [plan.examples.trained[at] for at in sorted({at for step in steps for at in plan.steps[step]})]
         file_batch = FileBatch(plan.method, plan.run, end, len(plan.steps), plan.digest, _files(plan.sources, trained))
-        transaction = StepTransaction(self.settings, WorkingBranch(ledger), self.shutdown)
+        transaction = StepTransaction(self.settings, WorkingBranch(self.ledger), self.shutdown)
         with transaction.undone_on_error():
             lease = self._lease(transaction, _rollouts(trained), parent, file_batch)
-            with beating(ledger, lease):
+            with beating(self.ledger, lease):
                 with self.clock.stage("train"):
                     metrics = _means([self._step(optimizer, plan, at) for at in steps]) | facts
                     metrics |= self._held_out(optimizer, plan)
@@ -308,6 +295,14 @@ class _Run:
             transaction.branch.is_busy()  # logs for whom it waits
             time.sleep(self.settings.trainer.poll_seconds)
 
+    def _copy(self) -> None:
+        """Copy new rows of the ledger to the store; what fails the next run on the branch copies."""
+        if self.client:
+            try:
+                Mirror(self.client, self.settings.store, self.ledger).catch_up()
+            except StoreError as error:
+                logger.warning("the ledger is not copied to the store now: %s", error)
+
 
 def _rollouts(examples: Sequence[Example]) -> list[BatchRollout]:
     """Return the rollouts that examples came from, each once."""
@@ -330,18 +325,14 @@ def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: sum(step[name] for step in steps) if name in sums else fmean(step[name] for step in steps) for name in steps[0]}
 
 
-def _store(settings: Settings) -> Client | None:
-    """Connect to the span store. None: it does not answer; the next run on the branch copies the missing rows."""
+@contextmanager
+def _store(settings: Settings) -> Generator[Client | None]:
+    """Connect to the span store. None: it does not answer."""
     try:
-        return connect(settings.store, consistent=True)
+        client = connect(settings.store, consistent=True)
     except StoreError as error:
         logger.warning("the ledger is not copied to the store now: %s", error)
-        return None
-
-
-def _copy(client: Client | None, settings: Settings, ledger: Ledger) -> None:
-    if client:
-        try:
-            Mirror(client, settings.store, ledger).catch_up()
-        except StoreError as error:
-            logger.warning("the ledger is not copied to the store now: %s", error)
+        yield None
+        return
+    with closing(client):
+        yield client
