@@ -54,7 +54,7 @@ def test_ledger_batch_lifecycle_from_begin_to_commit(place: Place):
     ledger.add_metrics(1, {"seconds_publish": 0.25})
     assert ledger.versions()[1].metrics == {"loss": 0.5, "seconds_publish": 0.25}
     assert ledger.batch(lease.batch_id) == rollouts("a", "b")
-    assert ledger.finished_groups("run", "any other spec").taken == {("train", "g")}
+    assert set.union(*ledger.finished_groups("run", "any other spec")) == {("train", "g")}
 
 
 def test_ledger_begin_with_rollout_of_another_batch_raises(place: Place):
@@ -64,7 +64,7 @@ def test_ledger_begin_with_rollout_of_another_batch_raises(place: Place):
     with pytest.raises(LedgerError, match="already in another batch of policy/main"):
         ledger.begin([*rollouts("c", of="other"), BatchRollout(group("other"), "b", 0, 7)])
     assert [version.version for version in ledger.versions()] == [0, 1], "the refused batch left nothing"
-    assert ledger.finished_groups("run", "spec").taken == {("train", "g")}
+    assert set.union(*ledger.finished_groups("run", "spec")) == {("train", "g")}
     assert ledger.begin([BatchRollout(group("other"), "b", 1, 0)]).version == 2, "another attempt is another key"
 
 
@@ -76,7 +76,7 @@ def test_ledger_recover_after_crash_orphans_version_and_frees_rollouts(place: Pl
     assert ledger.recover() == [1]
     assert ledger.recover() == []
     assert ledger.versions()[1].status is VersionStatus.ORPHANED
-    assert ledger.finished_groups("run", "spec").taken == set()
+    assert set.union(*ledger.finished_groups("run", "spec")) == set()
     again = ledger.begin(rollouts("a"))
     assert (again.version, again.parent) == (2, 0)
     with pytest.raises(LedgerError, match="is gone"):
@@ -95,7 +95,7 @@ def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place
         if ledger.frontier() is None:
             ledger.register_initial(**BASE)
         for name in groups:
-            if ("train", name) not in ledger.finished_groups("run", "spec").taken:
+            if ("train", name) not in set.union(*ledger.finished_groups("run", "spec")):
                 ledger.commit(ledger.begin(rollouts(f"{name}-a", f"{name}-b", of=name)), **FACTS)
         ledger.close()
 
@@ -114,7 +114,7 @@ def test_ledger_killed_at_any_boundary_of_begin_and_commit_recovers(place: Place
                 assert len(rows) == (0 if parent is None else 2)
                 parent = version.version
             rollout_ids += rows
-        assert ledger.finished_groups("run", "spec").taken == {("train", name[:2]) for name in rollout_ids}
+        assert set.union(*ledger.finished_groups("run", "spec")) == {("train", name[:2]) for name in rollout_ids}
         ledger.close()
         return rollout_ids, [version.status for version in versions]
 
@@ -136,9 +136,9 @@ def test_ledger_skipped_groups_are_finished_and_counted(place: Place):
     assert skipped_by(ledger.database, group("x")) == [("policy", "main", "stale", "")]
     assert skipped_by(ledger.database, group("z")) == []
     assert ledger.skips.reasons() == {group("x"): SkipReason.STALE, group("y"): SkipReason.STALE}
-    assert ledger.finished_groups("run", "spec").taken == {("train", "x"), ("train", "y")}
-    assert ledger.finished_groups("run", "another specification may do better").taken == set()
-    assert ledger.finished_groups("another run", "spec").taken == set()
+    assert set.union(*ledger.finished_groups("run", "spec")) == {("train", "x"), ("train", "y")}
+    assert set.union(*ledger.finished_groups("run", "another specification may do better")) == set()
+    assert set.union(*ledger.finished_groups("another run", "spec")) == set()
 
 
 def test_failures_are_counted_among_groups_of_their_own_run(place: Place):
@@ -173,11 +173,11 @@ def test_ledger_branches_have_own_versions_and_leases(place: Place):
     main = begun(place)
     main.begin(rollouts("a"))
     other = Ledger(place(), "policy", "other")
-    assert (other.recover(), other.versions(), other.finished_groups("run", "spec").taken) == ([], [], set())
+    assert (other.recover(), other.versions(), set.union(*other.finished_groups("run", "spec"))) == ([], [], set())
     other.register_initial(**BASE)
     assert other.begin(rollouts("a")).version == 2, "1 is taken by main"
     assert main.recover() == [1]
-    assert other.finished_groups("run", "spec").taken == {("train", "g")}
+    assert set.union(*other.finished_groups("run", "spec")) == {("train", "g")}
 
 
 def test_ledger_register_initial_is_required_and_once(place: Place):

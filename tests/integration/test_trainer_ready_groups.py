@@ -17,6 +17,7 @@ from sqlalchemy import event
 from spangrad.errors import LedgerError
 from tests.support.policies import skip, trainer_settings
 from tests.support.trainers import Place
+from trainer.data import ready_groups
 from trainer.data.ready_groups import ReadyGroups
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger.demand import Consumption
@@ -135,15 +136,15 @@ def test_look_with_commit_between_its_statements_omits_its_groups_at_next(ledger
     source.all = [group(name) for name in "abcd"]
     assert names(ready.poll(source)) == [*"abcd"]
     train(other, "a")
-    finished, committed = ready._finished, iter("bc")
+    finished, committed = ready_groups.finished, iter("bc")
 
-    def with_commit(*arguments: Any) -> Any:
-        read = finished(*arguments)
+    def with_commit(*arguments: Any, **options: Any) -> Any:
+        read = finished(*arguments, **options)
         for name in committed:
             train(other, name)
         return read
 
-    monkeypatch.setattr(ready, "_finished", with_commit)
+    monkeypatch.setattr(ready_groups, "finished", with_commit)
     assert names(ready.poll(source)) == [*"bcd"]
     assert names(ready.poll(source)) == ["d"]
 
@@ -210,7 +211,7 @@ def test_look_agrees_with_full_read_after_any_events(events: list[str], random) 
         lease: BatchLease | None = None
 
         def free() -> list[str]:
-            finished = ledger.finished_groups("run", "spec").taken
+            finished = set.union(*ledger.finished_groups("run", "spec"))
             return [one.group_id for one in source.all if ("train", one.group_id) not in finished]
 
         def train_elsewhere(chosen: list[str]) -> None:

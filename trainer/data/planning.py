@@ -87,18 +87,18 @@ def history_of(settings: Settings, ledger: Ledger | None, build_spec: str) -> Le
     if ledger is None or newest is None:
         return _beginning(settings, ledger)
     run = settings.trainer.run_id
-    finished = ledger.finished_groups(run, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
+    finished, leased = ledger.finished_groups(run, build_spec, finetuned=not settings.trainer.sampling.retrain_finetuned)
     lineage, bases = ledger.lineage(), ledger.skips.bases
     known = frozenset(lineage)
     skipped = [row for row in ledger.skips.read() if (row.group.run_id, row.group.build_spec) == (run, build_spec)]
     outdated = {row.group for row in skipped if row.is_outdated(known, bases)}
     kept = {row.group: row.reason for row in skipped if row.group not in outdated}
-    done = finished.done - {(group.mode, group.group_id) for group in outdated}
+    done = finished - {(group.mode, group.group_id) for group in outdated}
     return LedgerHistory(
         tuple(lineage),
         newest.tokenizer_hash,
         frozenset(done),
-        frozenset(finished.leased),
+        frozenset(leased),
         kept,
         ledger.claimed,
         vocabulary=vocabulary_size(model_of(Path(newest.policy_version.path))),

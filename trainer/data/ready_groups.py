@@ -6,14 +6,14 @@ groups that are done are released by the source. When the user has restored grou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 import sqlalchemy as sa
 
 from spangrad.settings import TrainerSettings
 from trainer.data.built_groups import Key
 from trainer.data.source import Group, GroupReader
-from trainer.ledger.batch_rollouts import FinishedGroups, finished, oldest_open
+from trainer.ledger.batch_rollouts import finished, oldest_open
 from trainer.ledger.ledger import Ledger
 
 _KEYS_A_STATEMENT = 500
@@ -58,24 +58,18 @@ class ReadyGroups:
 
     def _look_up(self, connection: sa.Connection, build_spec: str, keys: set[Key], changes: tuple[int, int]) -> set[Key]:
         """Return those of the groups that are done, and note those that are leased."""
-        new = sorted(keys - self._looked_up)
+        new, settings = sorted(keys - self._looked_up), self._settings
+        branch, finetuned = {"policy": settings.policy, "branch": settings.branch}, not settings.sampling.retrain_finetuned
+        read = partial(finished, connection, branch, settings.run_id, build_spec, finetuned=finetuned)
         if self._changes is None or len(new) > _FEW:
-            groups = self._finished(connection, build_spec, None, None)
-            done, self._leased = groups.done, groups.leased
+            done, self._leased = read()
         else:
             done = set[Key]()
             if self._changes != changes:
-                groups = self._finished(connection, build_spec, self._newest, None)
-                done, self._leased = groups.done, groups.leased
+                done, self._leased = read(since=self._newest)
             for start in range(0, len(new), _KEYS_A_STATEMENT):
-                groups = self._finished(connection, build_spec, None, new[start : start + _KEYS_A_STATEMENT])
-                done |= groups.done
-                self._leased |= groups.leased
-        self._newest = oldest_open(connection, self._settings.policy, self._settings.branch)
+                also_done, also_leased = read(keys=new[start : start + _KEYS_A_STATEMENT])
+                done |= also_done
+                self._leased |= also_leased
+        self._newest = oldest_open(connection, **branch)
         return done & keys
-
-    def _finished(self, connection: sa.Connection, build_spec: str, since: int | None, keys: Sequence[Key] | None) -> FinishedGroups:
-        """Read which groups may not be taken: all, those of versions from `since` on, or those of some keys, and few others."""
-        settings, finetuned = self._settings, not self._settings.sampling.retrain_finetuned
-        branch = {"policy": settings.policy, "branch": settings.branch}
-        return finished(connection, branch, settings.run_id, build_spec, finetuned=finetuned, since=since, keys=keys)

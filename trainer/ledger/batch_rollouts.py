@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import sqlalchemy as sa
@@ -91,21 +91,6 @@ def _among(keys: Collection[AttemptKey]) -> list[sa.ColumnElement[bool]]:
     return [BATCH_ROLLOUTS.c.run_id.in_({run for run, _, _ in keys}), BATCH_ROLLOUTS.c.rollout_id.in_({name for _, name, _ in keys})]
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedGroups:
-    """Groups of a run that a batch may not take."""
-
-    done: set[Key]
-    """Groups that are trained, or skipped."""
-    leased: set[Key]
-    """Groups of a step that is under way, which may fail."""
-
-    @property
-    def taken(self) -> set[Key]:
-        """Return all of them."""
-        return self.done | self.leased
-
-
 def finished(
     connection: sa.Connection,
     branch: Mapping[str, str],
@@ -115,8 +100,8 @@ def finished(
     finetuned: bool,
     since: int | None = None,
     keys: Sequence[Key] | None = None,
-) -> FinishedGroups:
-    """Return the groups of a run that are leased or trained under any specification, or skipped under this one.
+) -> tuple[set[Key], set[Key]]:
+    """Return the groups of a run that are trained under any specification or skipped under this one, and those of a step under way.
 
     Args:
         connection: to the ledger.
@@ -143,7 +128,7 @@ def finished(
         *equal_to(SKIPPED, branch), SKIPPED.c.run_id == run_id, SKIPPED.c.build_spec == build_spec, _named(SKIPPED, keys), recent
     )
     done |= {(str(mode), str(group)) for mode, group in connection.execute(query)}
-    return FinishedGroups(done, leased)
+    return done, leased
 
 
 def _named(table: sa.Table, keys: Sequence[Key] | None) -> sa.ColumnElement[bool]:

@@ -30,6 +30,7 @@ from spangrad.errors import LedgerError
 from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
+from trainer.data.built_groups import Key
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import batch_rollouts, file_batches
 from trainer.ledger.file_batches import FileBatch
@@ -89,7 +90,7 @@ class Ledger:
             LedgerError: there is a version already.
         """
         with self.database.transaction() as transaction:
-            if self._head(transaction) is not None:
+            if head_of(transaction, self._branch) is not None:
                 raise LedgerError(f"the ledger of {self._branch['policy']} already has versions; weights to begin with come first.")
             version, branch = self._beginning(transaction, checksum, path, tokenizer_hash)
             transaction.execute(
@@ -130,7 +131,7 @@ class Ledger:
             LedgerError: there are no weights to train.
         """
         with self.database.transaction() as transaction:
-            head = self._head(transaction)
+            head = head_of(transaction, self._branch)
             if head is None:
                 raise LedgerError("the ledger has no weights to train. Start `spangrad train` with --model.")
             row = self._lease(transaction)
@@ -148,8 +149,8 @@ class Ledger:
             transaction.execute(LEASES.insert().values(**values, holder=self._holder, seconds=self.lease_seconds))
             if files:
                 file_batches.enter(transaction, self._branch, lease.batch_id, files, rollouts)
-                return lease
-            batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
+            else:
+                batch_rollouts.claim(transaction, self._branch, lease.batch_id, rollouts)
         return lease
 
     def renew(self, lease: BatchLease) -> bool:
@@ -225,7 +226,7 @@ class Ledger:
         """
         numbers = {version.version for version in versions}
         with self.database.transaction() as transaction:
-            is_head = self._head(transaction) == versions[-1].version and not self._lease(transaction)
+            is_head = head_of(transaction, self._branch) == versions[-1].version and not self._lease(transaction)
             if not is_head or numbers & self._pinned(transaction) or has_other_children(transaction, self._branch, numbers):
                 return False
             for version in versions:
@@ -248,11 +249,8 @@ class Ledger:
             old = transaction.execute(sa.select(VERSIONS.c.metrics).where(*where)).scalar_one()
             transaction.execute(VERSIONS.update().where(*where).values(metrics=json.dumps({**json.loads(old), **metrics})))
 
-    def finished_groups(self, run_id: str, build_spec: str, *, finetuned: bool = True) -> batch_rollouts.FinishedGroups:
-        """Return the groups that must not be taken: leased or trained under any specification, or skipped under this one.
-
-        With `finetuned` also those of which a run over files trained a rollout.
-        """
+    def finished_groups(self, run_id: str, build_spec: str, *, finetuned: bool = True) -> tuple[set[Key], set[Key]]:
+        """Return the groups that must not be taken (`batch_rollouts.finished`)."""
         with self.database.reading() as connection:
             return batch_rollouts.finished(connection, self._branch, run_id, build_spec, finetuned=finetuned)
 
@@ -264,12 +262,10 @@ class Ledger:
             rows = transaction.execute(sa.select(VERSIONS).where(*where).order_by(VERSIONS.c.version)).mappings()
             return [version_of(row) for row in rows]
 
-    @repeated
     def version(self, number: int) -> LedgerVersion:
         """Return one version of this branch, which must exist."""
-        with self.database.reading() as transaction:
-            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == number)
-            return version_of(transaction.execute(sa.select(VERSIONS).where(*where)).mappings().one())
+        (version,) = self.versions([number])
+        return version
 
     def committed_versions(self) -> list[int]:
         """Return the numbers of the committed versions, oldest first; those that were rolled back included."""
@@ -283,7 +279,7 @@ class Ledger:
         """Return the branch's head: the version that the next step trains. None: training has not begun."""
 
         def read(connection: sa.Connection) -> LedgerVersion | None:
-            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == self._head(connection))
+            where = (*self._of_branch(VERSIONS), VERSIONS.c.version == head_of(connection, self._branch))
             row = connection.execute(sa.select(VERSIONS).where(*where)).mappings().first()
             return version_of(row) if row else None
 
@@ -351,9 +347,6 @@ class Ledger:
 
     def _pinned(self, transaction: sa.Connection) -> set[int]:
         return set(transaction.execute(sa.select(PINS.c.version).where(PINS.c.policy == self._branch["policy"])).scalars())
-
-    def _head(self, transaction: sa.Connection) -> int | None:
-        return head_of(transaction, self._branch)
 
     def _lease(self, transaction: sa.Connection) -> sa.RowMapping | None:
         return transaction.execute(sa.select(LEASES).where(*self._of_branch(LEASES))).mappings().first()

@@ -70,13 +70,9 @@ class WorkingBranch:
         """Return the groups of which a rollout is in a batch of the branch, with a sentence about each."""
         return self.ledger.claimed(rollouts, self.pending_batch)
 
-    def holder(self) -> str | None:
-        """Return a readable name of the process that makes a step of the branch. None: none does, or this one writes what it made."""
-        return None if self.pending else self.ledger.holder()
-
     def is_busy(self) -> bool:
         """Return whether another process makes a step of the branch; log each such process once."""
-        holder = self.holder()
+        holder = None if self.pending else self.ledger.holder()
         if holder and holder != self._awaited:
             logger.info("%s makes a step of branch %s: waiting for its end", holder, self.head().branch)
         self._awaited = holder
