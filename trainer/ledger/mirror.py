@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_VERSION_COLUMNS = (
-    "Policy", "Branch", "Version", "RunId", "Mode", "Parent", "ParentBranch", "BatchId", "Checksum", "Path", "TokenizerHash", "Status",
-    "Metrics",
-)  # fmt: skip
 _ROLLOUT_COLUMNS = ("RunId", "Mode", "GroupId", "RolloutId", "Attempt", "BuildSpec", "Revision")
 _FILE_COLUMNS = ("Method", "Run", "Step", "Steps", "Name", "Sha256", "Bytes", "Trained")
 _CALL_COLUMNS = (
@@ -129,7 +125,8 @@ class Mirror:
                 self._insert_of_batch("batch_files", _FILE_COLUMNS, version, files)
         written = None
         while repr(version) != written:  # a text: a metric may be NaN, which equals nothing
-            self._insert("policy_versions", _VERSION_COLUMNS, [_version_row(version)])
+            row = _version_row(version)
+            self._insert("policy_versions", tuple(row), [[*row.values()]])
             written, version = repr(version), self._ledger.version(version.version)
 
     def _delete(self, names: dict[str, object]) -> None:
@@ -165,20 +162,20 @@ def _comparable(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in metrics.items()}
 
 
-def _version_row(version: LedgerVersion) -> list[object]:
+def _version_row(version: LedgerVersion) -> dict[str, object]:
     facts = version.policy_version
-    return [
-        facts.policy,
-        version.branch,
-        facts.version,
-        version.run_id,
-        version.modes,
-        facts.parent,
-        version.parent_branch,
-        facts.batch_id or "",
-        facts.checksum,
-        facts.path,
-        version.tokenizer_hash,
-        version.status,
-        version.metrics,
-    ]
+    return {
+        "Policy": facts.policy,
+        "Branch": version.branch,
+        "Version": facts.version,
+        "RunId": version.run_id,
+        "Mode": version.modes,
+        "Parent": facts.parent,
+        "ParentBranch": version.parent_branch,
+        "BatchId": facts.batch_id or "",
+        "Checksum": facts.checksum,
+        "Path": facts.path,
+        "TokenizerHash": version.tokenizer_hash,
+        "Status": version.status,
+        "Metrics": version.metrics,
+    }
