@@ -183,11 +183,11 @@ def _check(tokens: TokenSequence, limits: LengthLimits) -> None:
 def _supervised(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -> tuple[list[list[TokenSequence]], bool]:
     """Return the sequences of a row, and whether their ids are its own."""
     match values:
+        case {"input_ids": list(), "loss_mask": list()} | {"PromptIds": list(), "ResponseIds": list()} if not same_tokenizer:
+            raise UnfitRowError("other_tokenizer")
         case {"input_ids": list(ids), "loss_mask": list(mask)}:
-            _require_own(same_tokenizer)
             return [[TokenSequence(list(ids), list(mask))]], True
         case {"PromptIds": list(prompt), "ResponseIds": list(response)}:
-            _require_own(same_tokenizer)
             return [[TokenSequence([*prompt, *response], [0] * len(prompt) + [1] * len(response))]], True
         case {"messages": list(messages)}:
             return [[sequence] for sequence in _conversation(messages, 0, values.get("tools"), renderer)], False
@@ -229,11 +229,6 @@ def _pair(values: Mapping[str, Any], renderer: Renderer, same_tokenizer: bool) -
     if pair[0].ids == pair[1].ids:
         raise UnfitRowError("chosen_is_rejected")
     return [pair], has_ids
-
-
-def _require_own(same_tokenizer: bool) -> None:
-    if not same_tokenizer:
-        raise UnfitRowError("other_tokenizer")
 
 
 def _continuation(prompt: Any, reply: Any, tools: Any, renderer: Renderer) -> TokenSequence:
