@@ -94,7 +94,10 @@ def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[G
 
 
 class BatchQueue:
-    """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready."""
+    """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready.
+
+    What skips groups raises TrainerError where too many groups of the run have failed (trainer.alarms.max_failed_share).
+    """
 
     def __init__(
         self, settings: TrainerSettings, branch: WorkingBranch, clock: Clock, on_stale: Callable[[], None], of_phases: PhaseSkips
@@ -123,11 +126,7 @@ class BatchQueue:
         """Groups that were ready, and not used yet, when a batch was last requested."""
 
     def look(self, source: GroupReader, head: LedgerVersion) -> None:
-        """Load and check the oldest ready groups that were not yet, and skip those that may not be trained.
-
-        Raises:
-            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
-        """
+        """Load and check the oldest ready groups that were not yet, and skip those that may not be trained."""
         self._judge_again(source.build_spec, head)
         polled, waiting = self._groups.poll(source), self._waiting()
         self._free_unused(polled)
@@ -152,9 +151,6 @@ class BatchQueue:
 
         Returns:
             None: too few are ready.
-
-        Raises:
-            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         began = time.time_ns()
         self._under_way = set()
@@ -175,9 +171,6 @@ class BatchQueue:
         """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
 
         Each of the batch's `rows` is the number of its group among `groups`; -1: of none.
-
-        Raises:
-            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
@@ -285,11 +278,7 @@ class BatchQueue:
         self._free(incomplete.keys())
 
     def _stop_if_too_many_failed(self) -> None:
-        """End the run where too many groups failed.
-
-        Raises:
-            TrainerError: more than trainer.alarms.max_failed_share of the newest groups failed.
-        """
+        """Raise where more than trainer.alarms.max_failed_share of the newest groups failed."""
         settings, window = self._settings, self._window
         failures = self._branch.ledger.skips.failures(settings.run_id, window)
         if failures.count <= settings.alarms.max_failed_share * window or failures.newest is None:

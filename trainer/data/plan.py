@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from spangrad.settings import TrainerSettings
+from spangrad.store.rollout.record import counted
 from spangrad.types import Mode
 from trainer.data.batch_queue import HeldGroups, most_held, oldest_first
 from trainer.data.group_checks import Claimed, PhaseSkips, find_skips, same_ids
@@ -148,7 +149,8 @@ class TrainPlan:
     def summary(self) -> str:
         """Return a sentence about what would be trained, or the reasons for which nothing would be."""
         if self.batches:
-            text = f"{_count(self.batches, 'batch', 'batches')} of {_count(self.groups_per_batch, 'group')} would be trained"
+            batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+            text = f"{batches} of {counted(self.groups_per_batch, 'group')} would be trained"
         else:
             text = "there is nothing to train"
         reasons = self._outcome_texts()
@@ -167,22 +169,22 @@ class TrainPlan:
             )
         if waiting:
             missing = sum(group.size - group.rollouts for group in waiting)
-            reasons.append(f"{_wait(len(waiting))} for {_count(missing, 'rollout')} to be built")
+            reasons.append(f"{_wait(len(waiting))} for {counted(missing, 'rollout')} to be built")
         if incomplete := self.with_outcome(GroupOutcome.INCOMPLETE):
             reasons.append(f"{_wait(len(incomplete))} for rows that the store does not show yet")
         if self.unbuilt:
-            reasons.append(f"{_count(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
+            reasons.append(f"{counted(self.unbuilt, 'rollout')} ended and not built (`spangrad build`)")
         if skips := self._skips():
             reasons.append(skips)
         if ungrouped:
-            reasons.append(f"{_count(sum(group.rollouts for group in ungrouped), 'rollout')} without a group (docs/guides/training.md)")
+            reasons.append(f"{counted(sum(group.rollouts for group in ungrouped), 'rollout')} without a group (docs/guides/training.md)")
         for mode, n in sorted(Counter(group.mode for group in self.with_outcome(GroupOutcome.OTHER_MODE)).items()):
             reasons.append(f"{_are(n, 'group')} of mode {mode}")
         under_way, trained = len(self.with_outcome(GroupOutcome.UNDER_WAY)), len(self.with_outcome(GroupOutcome.TRAINED))
         if under_way:
             reasons.append(f"{_are(under_way, 'group')} in a running step")
         if trained:
-            reasons.append(f"{_count(trained, 'group')} trained before")
+            reasons.append(f"{counted(trained, 'group')} trained before")
         if not self.groups and not self.unbuilt:
             others = f"; the store has {', '.join(self.elsewhere)}" if self.elsewhere else ""
             reasons.append(f"nothing is built of run {self.run_id!r} by specification {self.build_spec}{others}")
@@ -272,13 +274,9 @@ def _outcomes_of_ready(
     return outcomes | dict.fromkeys(ready, (left, None, None))
 
 
-def _count(number: int, noun: str, plural: str = "") -> str:
-    return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
 def _are(number: int, noun: str) -> str:
-    return f"{_count(number, noun)} {'is' if number == 1 else 'are'}"
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
 
 
 def _wait(number: int) -> str:
-    return f"{_count(number, 'group')} {'waits' if number == 1 else 'wait'}"
+    return f"{counted(number, 'group')} {'waits' if number == 1 else 'wait'}"
