@@ -20,7 +20,7 @@ from trainer.data.source import BatchRollout, Group, Loaded
 from trainer.ledger.tables import LedgerVersion
 from trainer.loop import Trainer
 from trainer.optim.optimizer import VerlOptimizer
-from trainer.optim.process import GpuOfProcess, prepare_process
+from trainer.optim.process import gpu_of_process, prepare_process
 from trainer.optim.states import snapshots
 
 prepare_process()  # verl reads its platform when it is first imported
@@ -152,10 +152,10 @@ def test_gpu_of_process_is_used_in_thread_of_another_call(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen.gpu)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: setattr(chosen, "gpu", gpu))
-    gpu, used = GpuOfProcess(), list[int | None]()
+    choose, used = gpu_of_process(), list[int | None]()
 
     def work() -> None:
-        gpu.use()
+        choose()
         used.append(getattr(chosen, "gpu", None))
 
     thread = threading.Thread(target=work)

@@ -6,13 +6,14 @@ Invariant: no Ray cluster and no port is needed for one worker; verl's prints go
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import io
 import logging
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Literal
@@ -137,20 +138,14 @@ def worker_environment(device: str, *, own: bool) -> dict[str, str]:
     return {**_QUIET, **(_CPU if device == "cpu" else {}), **(interfaces if own else {})}
 
 
-class GpuOfProcess:
-    """GPU that a process was given. Each thread chooses its own, and Ray calls methods in another thread than the constructor."""
+def gpu_of_process() -> Callable[[], None]:
+    """Return a function that chooses the GPU which this process was given, in any thread.
 
-    def __init__(self) -> None:
-        import torch
+    Each thread chooses its own, and Ray calls methods in another thread than the constructor.
+    """
+    import torch
 
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def use(self) -> None:
-        """Choose the GPU for this thread."""
-        import torch
-
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else lambda: None
 
 
 def join_group() -> None:

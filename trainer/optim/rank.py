@@ -106,11 +106,7 @@ class Rank:
 
     @on_every_rank
     def hold_weights(self, directory: Path) -> None:
-        """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective.
-
-        Raises:
-            CheckpointError: the directory lacks a trained parameter.
-        """
+        """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective."""
         engine = self._engine(ModelRole.POLICY)
         own = snapshots.take(engine, moments=False)
         try:
@@ -121,11 +117,7 @@ class Rank:
 
     @on_every_rank
     def load_weights(self, directory: Path) -> None:
-        """Give the policy the weights of a checkpoint, and leave all else as it is; collective.
-
-        Raises:
-            CheckpointError: the directory lacks a trained parameter.
-        """
+        """Do `VerlOptimizer.load_weights`; collective."""
         module = self._engine(ModelRole.POLICY).module
         parts = list(held_parts(module, {name for name, value in module.named_parameters() if value.requires_grad}))
         with WeightFiles(directory) as files:
@@ -265,15 +257,9 @@ class Rank:
 
     @on_every_rank
     def load_state(self, directory: Path) -> Any:
-        """Read this rank's shards of the state that any number of workers wrote; collective.
+        """Do `VerlOptimizer.load_state`, by this rank's shards; collective. Return the random state that mini-batches are drawn from.
 
-        A critic that it lacks starts untrained; rates and betas are as set.
-
-        Returns:
-            The random state that mini-batches are drawn from.
-
-        Raises:
-            CheckpointError: the files are missing or damaged, or have other adapters than the settings; on every rank, and nothing changed.
+        Rates and betas are as set. An error is raised on every rank, and nothing has changed.
         """
         files, settings, policy = directory / checkpoint.STATE, self._settings, self._engine(ModelRole.POLICY)
         held = sharded_state.entries(files)
@@ -297,11 +283,7 @@ class Rank:
 
     @on_every_rank
     def load_adapters(self, directory: Path) -> None:
-        """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
-
-        Raises:
-            CheckpointError: as `load_state`.
-        """
+        """Do `VerlOptimizer.load_adapters`, by this rank's shards; collective."""
         files, module = directory / checkpoint.STATE, self._engine(ModelRole.POLICY).module
         held = sharded_state.entries(files)
         self._facts_of(files, held)
@@ -311,11 +293,7 @@ class Rank:
         module.load_state_dict(sharded_state.under(_WEIGHTS[ModelRole.POLICY], state), strict=False)
 
     def _facts_of(self, files: Path, held: Mapping[str, sharded_state.StoredTensor | None]) -> dict[str, Any]:
-        """Return what a state holds beside the ranks' tensors; collective.
-
-        Raises:
-            CheckpointError: the state cannot be read, or has other adapters than the settings.
-        """
+        """Return what a state holds beside the ranks' tensors, if it has the adapters of the settings; collective."""
         facts: dict[str, Any] = {name: sharded_state.empty(held[name]) for name in ("order", "steps", "lora_alpha") if name in held}
         sharded_state.read(files, facts, self._files)
         adapted = {name: entry.shape for name, entry in sharded_state.under(_WEIGHTS[ModelRole.POLICY], held).items() if entry}

@@ -31,7 +31,7 @@ from trainer.optim.float32_head import compute_head_in_float32
 from trainer.optim.losses.corrected import policy_loss_of
 from trainer.optim.losses.trained_logits import keep_trained_logits
 from trainer.optim.micro_batches import bound_padded_micro_batches
-from trainer.optim.process import GpuOfProcess, check_device, join_group, quiet
+from trainer.optim.process import check_device, gpu_of_process, join_group, quiet
 from trainer.optim.rank import ModelRole, Rank
 from trainer.optim.states.loading import each_rank_reads_its_rows
 from trainer.optim.verl_config import compose, settings_of
@@ -50,7 +50,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):  # pyright: ignore[reportIncompa
     def __init__(self, config: Any, role: str, **options: Any) -> None:
         """Join the other ranks, as actor or ref by `actor_rollout_ref` of verl's configuration; `load_models` loads the weights."""
         join_group()
-        self._gpu = GpuOfProcess()
+        self._choose_gpu = gpu_of_process()
         settings, self._objective, self._device = settings_of(config)
         if role == "ref":
             config = copy.deepcopy(config)
@@ -69,7 +69,7 @@ class ActorWorker(Rank, ActorRolloutRefWorker):  # pyright: ignore[reportIncompa
             SettingsError: the device does not support the settings.
         """
         check_device(self._loaded, self._device)
-        self._gpu.use()
+        self._choose_gpu()
         _prepare(self._device, packed=self.config.model.use_remove_padding)
         with quiet(), _same_random_numbers(), each_rank_reads_its_rows():
             ActorRolloutRefWorker.init_model(self)
@@ -91,13 +91,13 @@ class CriticWorker(TrainingWorker):
     def __init__(self, config: TrainingWorkerConfig) -> None:
         """Join the other ranks; `load_models` loads the weights."""
         join_group()
-        self._gpu = GpuOfProcess()
+        self._choose_gpu = gpu_of_process()
         _prepare(get_device_name(), packed=config.model_config.use_remove_padding)
         super().__init__(config)
 
     def load_models(self) -> None:
         """Load the weights, with a new head that is the same on every rank."""
-        self._gpu.use()
+        self._choose_gpu()
         with quiet(), _same_random_numbers(), _value_head(), each_rank_reads_its_rows():
             TrainingWorker.reset(self)
 
