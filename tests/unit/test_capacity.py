@@ -104,6 +104,8 @@ def test_memory_rises_with_each_model_and_copy_that_is_held(model: Architecture,
     assert on_gpu(model, {**plain, "kl_coef": 0.1}, 4) - on_gpu(model, plain, 4) == model.parameters
     assert on_gpu(model, {**plain, "estimator": "gae"}, 4) > on_gpu(model, plain, 4)
     assert on_host(model, {**plain, "max_staleness": 2}, 8, 8) > on_host(model, plain, 8, 8)
+    adapters = {**plain, "lora__rank": 8}
+    assert on_host(model, {**adapters, "max_staleness": 2}, 8, 8) > on_host(model, adapters, 8, 8), "ranks hold earlier adapters as well"
     assert on_gpu(model, {**plain, "lora__rank": 8}, 4) < on_gpu(model, plain, 4)
 
 

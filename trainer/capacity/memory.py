@@ -14,7 +14,7 @@ from typing import Literal
 
 from spangrad.settings import TrainerSettings
 from trainer.capacity.architecture import Architecture
-from trainer.optim.process import LOGITS_CHUNK, dtype_of, recomputes_activations
+from trainer.optim.process import LOGITS_CHUNK, dtype_of, held_versions, recomputes_activations
 
 Device = Literal["cuda", "cpu"]
 ALWAYS = "always"
@@ -264,12 +264,6 @@ def sent_bytes(model: Architecture, settings: TrainerSettings, engine_width: int
 
 def _transfers(settings: TrainerSettings) -> bool:
     return settings.weight_sync.publish and settings.weight_sync.method == "transfer"
-
-
-def held_versions(settings: TrainerSettings) -> int:
-    """Return the number of earlier versions whose weights are held (`VerlOptimizer.versions_to_hold`)."""
-    held = settings.alarms.logprob.held_versions
-    return 0 if settings.lora.rank else settings.sampling.max_staleness if held is None else held
 
 
 def _copies(model: Architecture, settings: TrainerSettings) -> int:
