@@ -20,18 +20,16 @@ _SPANS = f"""spangrad.rollout_spans
 
 def build() -> dashboard.Dashboard:
     """Return the lineage dashboard."""
-    page = (
-        links.begin("lineage", "from a policy version to the batch, the rollouts and the spans that made it, and back")
-        .with_variable(variables.source())
-        .with_variable(variables.policy())
-        .with_variable(variables.branch())
-        .with_variable(_version())
-        .with_variable(_rollout())
+    return links.layout(
+        "lineage",
+        "from a policy version to the batch, the rollouts and the spans that made it, and back",
+        (variables.policy(), variables.branch(), _version(), _rollout()),
+        {
+            "Versions of $policy on $branch": [_versions()],
+            "Version $version: its batch": [_batch(), _rollouts()],
+            "Rollout $rollout": [_transitions(), _trained(), _conclusions(), _trace(), _spans()],
+        },
     )
-    page = page.with_row(dashboard.Row("Versions of $policy on $branch")).with_panel(_versions())
-    page = page.with_row(dashboard.Row("Version $version: its batch")).with_panel(_batch()).with_panel(_rollouts())
-    page = page.with_row(dashboard.Row("Rollout $rollout")).with_panel(_transitions()).with_panel(_trained())
-    return page.with_panel(_conclusions()).with_panel(_trace()).with_panel(_spans())
 
 
 def _version() -> dashboard.QueryVariable:

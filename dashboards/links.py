@@ -1,13 +1,19 @@
-"""Empty dashboards, and the links between them.
+"""Layout of dashboards, and the links between them.
 
-In: names. Out: empty dashboards, and URLs of data links. Invariant: a link carries the store, the selected time range and the clicked
-value, so that the next dashboard shows the same data.
+In: variables and panels by row. Out: dashboards, and URLs of data links. Invariant: a link carries the store, the selected time
+range and the clicked value, so that the next dashboard shows the same data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from grafana_foundation_sdk.builders import dashboard
-from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DashboardLinkType
+from grafana_foundation_sdk.cog import builder
+from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DashboardLinkType, VariableModel
+
+from dashboards.panels import Panel
+from dashboards.variables import source
 
 _SAME = "var-datasource=${datasource}&${__url_time_range}"
 
@@ -32,10 +38,19 @@ LINEAGE_OF_ROLLOUT = _lineage(rollout=_ROLLOUT)
 LINEAGE_OF_ROLLOUT_HERE = _lineage(**_BRANCH, version="version", rollout=_ROLLOUT)
 
 
-def begin(name: str, description: str) -> dashboard.Dashboard:
-    """Return a dashboard without panels, with links to the other dashboards."""
+def layout(
+    name: str, description: str, variables: Sequence[builder.Builder[VariableModel]], rows: Mapping[str, Sequence[Panel]]
+) -> dashboard.Dashboard:
+    """Return a dashboard with links to the other dashboards.
+
+    Args:
+        name: its name.
+        description: clause on its content.
+        variables: template variables, after the one that selects the span store.
+        rows: panels by the title of their row; an empty title: they have none.
+    """
     siblings = dashboard.DashboardLink("spangrad").type(DashboardLinkType.DASHBOARDS).tags(["spangrad"]).icon("dashboard")
-    return (
+    page = (
         dashboard.Dashboard(f"spangrad: {name}")
         .uid(uid(name))
         .description(f"spangrad: {description}.")
@@ -47,3 +62,11 @@ def begin(name: str, description: str) -> dashboard.Dashboard:
         .readonly()
         .link(siblings.include_vars(True).keep_time(True).as_dropdown(False))
     )
+    for variable in (source(), *variables):
+        page.with_variable(variable)
+    for title, panels in rows.items():
+        if title:
+            page.with_row(dashboard.Row(title))
+        for panel in panels:
+            page.with_panel(panel)
+    return page

@@ -7,7 +7,7 @@ format that its kind draws: series over time as time series, spans as a trace, e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
@@ -78,8 +78,11 @@ def steps(base: str, **from_: float) -> dashboard.ThresholdsConfig:
 _Curve = TypeVar("_Curve", trend.Panel, timeseries.Panel)
 
 
-def _curve(panel: _Curve) -> _Curve:
-    """Set the style that curves over versions and curves over time share; return the panel."""
+def _curves(
+    panel: _Curve, title: str, query: Query, unit: str, description: str, *, right: tuple[str, str] | None, stacked: bool
+) -> _Curve:
+    """Give a panel the properties that curves over versions and curves over time share, in place; return it."""
+    panel.title(title).unit(unit).description(description).datasource(SOURCE).span(12).height(8).with_target(query)
     panel.draw_style(common_models.GraphDrawStyle.LINE).line_width(2).fill_opacity(8).show_points(
         common_models.VisibilityMode.AUTO
     ).point_size(5)
@@ -91,13 +94,14 @@ def _curve(panel: _Curve) -> _Curve:
         .show_legend(True)
         .calcs(["lastNotNull", "min", "max"])
     )
-    return panel
-
-
-def second_axis(panel: _Curve, name: str, unit: str, *, at_most: float | None = None) -> _Curve:
-    """Give one curve of a panel its own unit and its own axis, on the right; return the panel."""
-    properties = [("unit", unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0), ("max", at_most)]
-    panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
+    if stacked:
+        panel.draw_style(common_models.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
+        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
+    if right is not None:
+        name, its_unit = right
+        most = 1 if its_unit == "percentunit" else None
+        properties = [("unit", its_unit), ("custom.axisPlacement", "right"), ("custom.fillOpacity", 0), ("min", 0), ("max", most)]
+        panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
     return panel
 
 
@@ -107,35 +111,42 @@ def over_versions(
     unit: str,
     description: str,
     *,
+    right: tuple[str, str] | None = None,
     at_most: float | None = None,
     logarithmic: bool = False,
     stacked: bool = False,
 ) -> trend.Panel:
-    """Return a panel of curves over policy versions: the query's first column is `version`, the others are numbers."""
-    panel = _curve(trend.Panel()).x_field("version").title(title).unit(unit).description(description).datasource(SOURCE)
+    """Return a panel of curves over policy versions: the query's first column is `version`, the others are numbers.
+
+    `right` is the name and the unit of a curve that has an axis of its own; with `at_most`, the axis goes from 0 to it.
+    """
+    panel = _curves(trend.Panel(), title, Query(sql, ResultFormat.TABLE), unit, description, right=right, stacked=stacked)
+    panel.x_field("version")
     if at_most is not None:
         panel.min(0).max(at_most)
     if logarithmic:
         panel.scale_distribution(common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10))
-    if stacked:
-        panel.draw_style(common_models.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
-        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
-    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
+    return panel
 
 
 def over_time(
-    title: str, sql: str, unit: str, description: str, *, at_most: float | None = None, stacked: bool = False, signed: bool = False
+    title: str,
+    sql: str,
+    unit: str,
+    description: str,
+    *,
+    right: tuple[str, str] | None = None,
+    at_most: float | None = None,
+    stacked: bool = False,
+    signed: bool = False,
 ) -> timeseries.Panel:
     """Return a panel of curves over time: the query's columns are `time`, at most one of names, and numbers, below 0 only if `signed`."""
-    panel = _curve(timeseries.Panel()).title(title).unit(unit).description(description).datasource(SOURCE)
+    panel = _curves(timeseries.Panel(), title, Query(sql, ResultFormat.TIME_SERIES), unit, description, right=right, stacked=stacked)
     if not signed:
         panel.min(0)
     if at_most is not None:
         panel.max(at_most)
-    if stacked:
-        panel.draw_style(common_models.GraphDrawStyle.BARS).fill_opacity(70).line_width(0)
-        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
-    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TIME_SERIES))
+    return panel
 
 
 def figure(
@@ -153,7 +164,7 @@ def figure(
     return panel.height(4).with_target(Query(sql, ResultFormat.TABLE))
 
 
-def in_one_row(figures: Sequence[stat.Panel]) -> list[stat.Panel]:
+def in_one_row(*figures: stat.Panel) -> list[Panel]:
     """Return panels of single numbers with equal widths, which fill one row of the grid."""
     return [panel.span(WIDTH // len(figures)) for panel in figures]
 

@@ -35,3 +35,14 @@ def during(table: str) -> str:
 ATTEMPTS = during("attempts")
 CALLS = f"{during('calls')} AND {chosen('Policy', 'policy')}"
 TOOL_CALLS = f"{during('tool_calls')} AND {is_('BuildSpec', 'dataset')}"
+
+
+def by_version(columns: str, source: str) -> str:
+    """Return a query for aggregates of a source's rows by `version`."""
+    return f"SELECT Version AS version, {columns}\nFROM {source}\nGROUP BY version\nORDER BY version"
+
+
+def by_time(columns: str, source: str, *, name: str = "", time: str = "Timestamp") -> str:
+    """Return a query for aggregates of a source's rows over time, and by the column `name` if there is one."""
+    keys = f"time, {name}" if name else "time"
+    return f"SELECT $__timeInterval({time}) AS time, {columns}\nFROM {source}\nGROUP BY {keys}\nORDER BY {keys}"

@@ -5,11 +5,11 @@ In: attempts and calls, and the rollouts, tool calls and rewards of a dataset. O
 
 from __future__ import annotations
 
-from grafana_foundation_sdk.builders import dashboard, stat
+from grafana_foundation_sdk.builders import dashboard
 
 from dashboards import links, variables
-from dashboards.panels import Panel, figure, in_one_row, over_time, rows, second_axis, steps
-from dashboards.queries import ATTEMPTS, CALLS, CHOSEN, TOOL_CALLS
+from dashboards.panels import Panel, figure, in_one_row, over_time, rows, steps
+from dashboards.queries import ATTEMPTS, CALLS, CHOSEN, TOOL_CALLS, by_time
 from dashboards.variables import chosen
 
 _FAILED_CALL = "(ErrorType != '' OR HttpStatus >= 400 OR Aborted)"
@@ -17,26 +17,12 @@ _FAILED_CALL = "(ErrorType != '' OR HttpStatus >= 400 OR Aborted)"
 
 def build() -> dashboard.Dashboard:
     """Return the rollouts dashboard."""
-    page = (
-        links.begin("rollouts", "what agents did, how long it took, what it cost and what it earned")
-        .with_variable(variables.source())
-        .with_variable(variables.run())
-        .with_variable(variables.mode())
-        .with_variable(_policies())
-        .with_variable(variables.dataset())
+    return links.layout(
+        "rollouts",
+        "what agents did, how long it took, what it cost and what it earned",
+        (variables.run(), variables.mode(), _policies(), variables.dataset()),
+        {"": _figures(), "Rollouts": _attempts(), "Policy calls": _calls(), "Rewards beside tools": _tools(), "Which": [_table()]},
     )
-    for panel in in_one_row(_figures()):
-        page = page.with_panel(panel)
-    page = page.with_row(dashboard.Row("Rollouts"))
-    for panel in (_outcomes(), _durations()):
-        page = page.with_panel(panel)
-    page = page.with_row(dashboard.Row("Policy calls"))
-    for panel in (_tokens(), _latency(), _errors(), _speed()):
-        page = page.with_panel(panel)
-    page = page.with_row(dashboard.Row("Rewards beside tools"))
-    for panel in (_rewards(), _tool_latency(), _tool_errors(), _tool_runs(), _tool_advantages()):
-        page = page.with_panel(panel)
-    return page.with_row(dashboard.Row("Which")).with_panel(_table())
 
 
 def _policies() -> dashboard.QueryVariable:
@@ -48,9 +34,9 @@ def _policies() -> dashboard.QueryVariable:
     return variables.some_of("policy", "policy", "Policies that answered in the chosen time.", sql)
 
 
-def _figures() -> list[stat.Panel]:
+def _figures() -> list[Panel]:
     failed = steps("green", orange=0.01, red=0.05)
-    return [
+    return in_one_row(
         figure(
             "Attempts",
             f"SELECT count() AS attempts FROM {ATTEMPTS}",
@@ -86,117 +72,89 @@ def _figures() -> list[stat.Panel]:
             "ns",
             "From the gateway's request to the last byte of the answer.",
         ),
+    )
+
+
+def _attempts() -> list[Panel]:
+    durations = "quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95, max(Duration) AS longest"
+    return [
+        over_time(
+            "Attempts by outcome",
+            by_time("if(Failure = '', 'ended', Failure) AS outcome, count() AS attempts", ATTEMPTS, name="outcome"),
+            "short",
+            "Attempts at rollouts, by how they ended; failures by the runner's word for them.",
+            stacked=True,
+        ),
+        over_time(
+            "Duration of attempts",
+            by_time(durations, ATTEMPTS),
+            "ns",
+            "From the begin of an attempt's root span to its end, evaluation included.",
+        ),
     ]
 
 
-def _outcomes() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, if(Failure = '', 'ended', Failure) AS outcome, count() AS attempts
-        FROM {ATTEMPTS}
-        GROUP BY time, outcome
-        ORDER BY time, outcome"""
-    return over_time(
-        "Attempts by outcome",
-        sql,
-        "short",
-        "Attempts at rollouts, by how they ended; failures by the runner's word for them.",
-        stacked=True,
-    )
+def _calls() -> list[Panel]:
+    error = "multiIf(ErrorType != '', ErrorType, Aborted, 'aborted', concat('HTTP ', toString(HttpStatus)))"
+    latencies = "quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95,\n    quantile(0.99)(Duration) AS p99"
+    return [
+        over_time(
+            "Tokens",
+            by_time("sum(length(PromptIds)) AS prompts, sum(length(ResponseIds)) AS responses", CALLS),
+            "short",
+            "Tokens that the engine read and sampled. Calls without token ids count as 0.",
+            stacked=True,
+        ),
+        over_time("Latency of calls", by_time(latencies, CALLS), "ns", "From the gateway's request to the last byte of the answer."),
+        over_time(
+            "Failed calls by error",
+            by_time(f"{error} AS error, count() AS calls", f"{CALLS} AND {_FAILED_CALL}", name="error"),
+            "short",
+            "Calls with an error, a refusal, or a client that left (aborted).",
+            stacked=True,
+        ),
+        over_time(
+            "Tokens and calls a second",
+            by_time("sum(length(ResponseIds)) / ($__interval_s) AS sampled, count() / ($__interval_s) AS calls", CALLS),
+            "short",
+            "Sampled tokens a second over all engines, and calls a second beside them.",
+            right=("calls", "ops"),
+        ),
+    ]
 
 
-def _durations() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95, max(Duration) AS longest
-        FROM {ATTEMPTS}
-        GROUP BY time
-        ORDER BY time"""
-    return over_time("Duration of attempts", sql, "ns", "From the begin of an attempt's root span to its end, evaluation included.")
-
-
-def _tokens() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, sum(length(PromptIds)) AS prompts, sum(length(ResponseIds)) AS responses
-        FROM {CALLS}
-        GROUP BY time
-        ORDER BY time"""
-    return over_time("Tokens", sql, "short", "Tokens that the engine read and sampled. Calls without token ids count as 0.", stacked=True)
-
-
-def _latency() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, quantile(0.5)(Duration) AS p50, quantile(0.95)(Duration) AS p95,
-            quantile(0.99)(Duration) AS p99
-        FROM {CALLS}
-        GROUP BY time
-        ORDER BY time"""
-    return over_time("Latency of calls", sql, "ns", "From the gateway's request to the last byte of the answer.")
-
-
-def _errors() -> Panel:
-    name = "multiIf(ErrorType != '', ErrorType, Aborted, 'aborted', concat('HTTP ', toString(HttpStatus)))"
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, {name} AS error, count() AS calls
-        FROM {CALLS} AND {_FAILED_CALL}
-        GROUP BY time, error
-        ORDER BY time, error"""
-    return over_time(
-        "Failed calls by error", sql, "short", "Calls with an error, a refusal, or a client that left (aborted).", stacked=True
-    )
-
-
-def _speed() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, sum(length(ResponseIds)) / ($__interval_s) AS sampled, count() / ($__interval_s) AS calls
-        FROM {CALLS}
-        GROUP BY time
-        ORDER BY time"""
-    panel = over_time(
-        "Tokens and calls a second", sql, "short", "Sampled tokens a second over all engines, and calls a second beside them."
-    )
-    return second_axis(panel, "calls", "ops")
-
-
-def _rewards() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(IngestedAt) AS time, concat(Name, ', ', Source) AS reward, avg(Value) AS value
-        FROM spangrad.rewards
-        WHERE {CHOSEN} AND $__timeFilter(IngestedAt)
-        GROUP BY time, reward
-        ORDER BY time, reward"""
-    return over_time(
-        "Rewards",
-        sql,
-        "short",
-        "Mean of each reward, by its name and who gave it, at the time that the builder wrote it down.",
-        signed=True,
-    )
-
-
-def _tool_latency() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, quantile(0.95)(Duration) AS p95
-        FROM {TOOL_CALLS}
-        GROUP BY time, tool
-        ORDER BY time, tool"""
-    return over_time("Latency of tools, p95", sql, "ns", "Tool calls of the chosen dataset, by the tool's name.")
-
-
-def _tool_errors() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, avg(Failed) AS failed
-        FROM {TOOL_CALLS}
-        GROUP BY time, tool
-        ORDER BY time, tool"""
-    return over_time("Failed tool runs", sql, "percentunit", "Share of a tool's calls that failed.", at_most=1)
-
-
-def _tool_runs() -> Panel:
-    sql = f"""
-        SELECT $__timeInterval(Timestamp) AS time, ToolName AS tool, count() AS runs
-        FROM {TOOL_CALLS}
-        GROUP BY time, tool
-        ORDER BY time, tool"""
-    return over_time("Tool runs", sql, "short", "How often agents ran each tool.", stacked=True)
+def _tools() -> list[Panel]:
+    rewards = f"spangrad.rewards\nWHERE {CHOSEN} AND $__timeFilter(IngestedAt)"
+    return [
+        over_time(
+            "Rewards",
+            by_time("concat(Name, ', ', Source) AS reward, avg(Value) AS value", rewards, name="reward", time="IngestedAt"),
+            "short",
+            "Mean of each reward, by its name and who gave it, at the time that the builder wrote it down.",
+            signed=True,
+        ),
+        over_time(
+            "Latency of tools, p95",
+            by_time("ToolName AS tool, quantile(0.95)(Duration) AS p95", TOOL_CALLS, name="tool"),
+            "ns",
+            "Tool calls of the chosen dataset, by the tool's name.",
+        ),
+        over_time(
+            "Failed tool runs",
+            by_time("ToolName AS tool, avg(Failed) AS failed", TOOL_CALLS, name="tool"),
+            "percentunit",
+            "Share of a tool's calls that failed.",
+            at_most=1,
+        ),
+        over_time(
+            "Tool runs",
+            by_time("ToolName AS tool, count() AS runs", TOOL_CALLS, name="tool"),
+            "short",
+            "How often agents ran each tool.",
+            stacked=True,
+        ),
+        _tool_advantages(),
+    ]
 
 
 def _tool_advantages() -> Panel:
