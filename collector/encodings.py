@@ -15,8 +15,9 @@ from backports import zstd
 
 SUPPORTED = ("gzip", "deflate", "lz4", "zstd")
 _PIECE = 1 << 20
-"""Most bytes that are passed to a stream, or taken from it, at once."""
-_LEAST_SLICE = 1 << 12
+"""Most bytes that are taken from a stream at once."""
+_SLICE = io.DEFAULT_BUFFER_SIZE
+"""Bytes that are passed to a stream at once: it copies the rest of them that is behind its end, however short it was itself."""
 
 
 class EncodingError(ValueError):
@@ -80,9 +81,9 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
             # By the standard zlib's format; some senders leave its header out.
             return _inflated(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
         case "lz4":
-            return _unframed(body, lz4.frame.LZ4FrameDecompressor)
+            return _read(lz4.frame.LZ4FrameFile(io.BytesIO(body)))
         case "zstd":
-            return _unframed(body, zstd.ZstdDecompressor)
+            return _read(zstd.ZstdFile(io.BytesIO(body)))
         case other:
             raise EncodingError(f"Content-Encoding {other!r} is not supported; use one of {', '.join(SUPPORTED)}")
 
@@ -128,60 +129,22 @@ def _has_zlib_header(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0
 
 
-class _Slices:
-    """A body that is passed to streams slice by slice.
-
-    A stream copies the rest of a slice behind its end: so the first slices of the next stream are no longer than this stream was.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._offset = 0
-        self._begin = 0
-        self._size = _PIECE
-
-    def __bool__(self) -> bool:
-        """Return whether there is more of the body."""
-        return self._offset < len(self._body)
-
-    def take(self) -> bytes:
-        """Return the next slice; empty at the end."""
-        taken = self._body[self._offset : self._offset + self._size]
-        self._offset += len(taken)
-        self._size = min(2 * self._size, _PIECE)
-        return taken
-
-    def end(self, unused: bytes | bytearray | None) -> None:
-        """End a stream that left these last bytes unused."""
-        self._offset -= len(unused or b"")
-        self._size = min(max(self._offset - self._begin, _LEAST_SLICE), _PIECE)
-        self._begin = self._offset
-
-
 def _inflated(body: bytes, window: int) -> Iterator[bytes]:
-    slices = _Slices(body)
-    # A body may hold several streams, one after the other: clickhouse-connect packs an insert block by block.
-    while slices:
-        stream, given = zlib.decompressobj(window), b""
-        while not stream.eof:
-            given = given or slices.take()
-            piece = stream.decompress(given, _PIECE)
-            if not (given or piece or stream.eof):
-                raise EOFError
-            given = stream.unconsumed_tail
-            yield piece
-        slices.end(stream.unused_data)
+    source, stream, given = io.BytesIO(body), zlib.decompressobj(window), b""
+    while body:
+        given = given or source.read(_SLICE)
+        # A body may hold several streams, one after the other: clickhouse-connect packs an insert block by block.
+        if stream.eof:
+            if not given:
+                return
+            stream = zlib.decompressobj(window)
+        piece = stream.decompress(given, _PIECE)
+        if not (given or piece or stream.eof):
+            raise EOFError
+        given = stream.unconsumed_tail or stream.unused_data
+        yield piece
 
 
-def _unframed(body: bytes, decompressor: Callable[[], zstd.ZstdDecompressor | lz4.frame.LZ4FrameDecompressor]) -> Iterator[bytes]:
-    slices = _Slices(body)
-    while slices:
-        stream = decompressor()
-        while not stream.eof:
-            ready = stream.needs_input
-            given = slices.take() if ready else b""
-            piece = stream.decompress(given, max_length=_PIECE)
-            if ready and not (given or piece or stream.eof):
-                raise EOFError
-            yield piece
-        slices.end(stream.unused_data)
+def _read(file: io.BufferedIOBase) -> Iterator[bytes]:
+    while piece := file.read(_PIECE):
+        yield piece
