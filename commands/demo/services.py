@@ -43,50 +43,6 @@ def make_model(command: Sequence[str], directory: Path) -> None:
             raise SpangradError(f"the model could not be made ({error}); see {file}") from None
 
 
-def demo_services(
-    directory: Path,
-    settings: Settings,
-    otelcol: str | None = None,
-    further_engines: Mapping[str, str] | None = None,
-    model: Sequence[str] = (),
-    further_trainers: Sequence[str] = (),
-) -> list[ServiceSpec]:
-    """Return the services of a run, which read the settings file in its directory.
-
-    Args:
-        directory: run directory.
-        settings: the settings in its file.
-        otelcol: path of the Collector's program. None: spans are sent to the store directly.
-        model: command that makes the model, beside what does not need one. Empty: it is made already.
-        further_engines: engines beside the policy's, to which the trainer publishes nothing: name of a settings file in `directory` ->
-            URL of the engine.
-        further_trainers: names of the settings files of those among them whose policies are trained as well.
-    """
-    logs = directory / "logs"
-    services = list(training_services(settings, logs, ["--config", str(directory / SETTINGS)]))
-    for file, url in (further_engines or {}).items():
-        name = f"engine-{Path(file).stem}"
-        command = tuple(own_command("engine", "--config", str(directory / file)))
-        services.append(ServiceSpec(name, command, logs / f"{name}.log", f"{url}/health", ("store",)))
-    for file in further_trainers:
-        name = f"train-{Path(file).stem}"
-        command = tuple(own_command("train", "--follow", "--config", str(directory / file)))
-        services.append(ServiceSpec(name, command, logs / f"{name}.log", None, ("store",), may_finish=True))
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    services = [replace(service, env=one_thread) if service.name.startswith("train") else service for service in services]
-    if model:
-        maker = ServiceSpec("model", tuple(model), logs / "model.log", ends=True)
-        # The engine's start is the longest of all; it needs no store.
-        needs = {"engine": ("model",), "train": ("store", "model")}
-        services = [maker, *(replace(service, needs=needs.get(service.name, service.needs)) for service in services)]
-    if otelcol is None:
-        return services
-    after = [replace(service, needs=("collector",)) if service.needs == ("store",) else service for service in services]
-    health = f"http://127.0.0.1:{settings.collector.health_port}"
-    command = tuple(own_command("collector", "--config", str(directory / SETTINGS)))
-    return [*after, ServiceSpec("collector", command, logs / "collector.log", health, ("store",), {VARIABLE: otelcol})]
-
-
 class TrainingSupervisor(Supervisor):
     """Supervisor of a run's services, which knows the policy version that they serve."""
 
@@ -100,8 +56,40 @@ class TrainingSupervisor(Supervisor):
         model: Sequence[str] = (),
         further_trainers: Sequence[str] = (),
     ) -> None:
-        """Store the arguments, those of `demo_services` and of `Supervisor`; `start` starts the services."""
-        services = demo_services(directory, settings, otelcol, further_engines, model, further_trainers)
+        """Store the services of a run, which read the settings file in its directory; `start` starts them.
+
+        Args:
+            directory: run directory.
+            settings: the settings in its file.
+            on_event: called with a line of text about each change.
+            otelcol: path of the Collector's program. None: spans are sent to the store directly.
+            further_engines: engines beside the policy's, to which the trainer publishes nothing: name of a settings file in `directory` ->
+                URL of the engine.
+            model: command that makes the model, beside what does not need one. Empty: it is made already.
+            further_trainers: names of the settings files of those among them whose policies are trained as well.
+        """
+        logs = directory / "logs"
+        services = list(training_services(settings, logs, ["--config", str(directory / SETTINGS)]))
+        for file, url in (further_engines or {}).items():
+            name = f"engine-{Path(file).stem}"
+            command = tuple(own_command("engine", "--config", str(directory / file)))
+            services.append(ServiceSpec(name, command, logs / f"{name}.log", f"{url}/health", ("store",)))
+        for file in further_trainers:
+            name = f"train-{Path(file).stem}"
+            command = tuple(own_command("train", "--follow", "--config", str(directory / file)))
+            services.append(ServiceSpec(name, command, logs / f"{name}.log", None, ("store",), may_finish=True))
+        one_thread = {"OMP_NUM_THREADS": "1"}
+        services = [replace(service, env=one_thread) if service.name.startswith("train") else service for service in services]
+        if model:
+            maker = ServiceSpec("model", tuple(model), logs / "model.log", ends=True)
+            # The engine's start is the longest of all; it needs no store.
+            needs = {"engine": ("model",), "train": ("store", "model")}
+            services = [maker, *(replace(service, needs=needs.get(service.name, service.needs)) for service in services)]
+        if otelcol is not None:
+            services = [replace(service, needs=("collector",)) if service.needs == ("store",) else service for service in services]
+            health = f"http://127.0.0.1:{settings.collector.health_port}"
+            command = tuple(own_command("collector", "--config", str(directory / SETTINGS)))
+            services.append(ServiceSpec("collector", command, logs / "collector.log", health, ("store",), {VARIABLE: otelcol}))
         super().__init__(services, on_event, launch=launch_without_settings)
         self.directory = directory
         self._gateway = settings.gateway

@@ -63,7 +63,7 @@ Launcher = Callable[[ServiceSpec], ServiceProcess]
 """Start of a service's process."""
 
 
-class LocalProcess:
+class LocalProcess(Child):
     """Process of a service on this machine: a child of this process, which must be started and watched by one thread."""
 
     def __init__(self, service: ServiceSpec, *, inherit_settings: bool = True) -> None:
@@ -83,8 +83,8 @@ class LocalProcess:
                 f"{service.port_setting} to another port, with each URL that names it."
             )
         self._log_start = service.log.stat().st_size if service.log.exists() else 0
-        self._child = Child(service.name, service.command, service.log, service.env, inherit_settings=inherit_settings)
-        self.pid = self._child.process.pid
+        super().__init__(service.name, service.command, service.log, service.env, inherit_settings=inherit_settings)
+        self.pid = self.process.pid
         self.holder = holder_of(self.pid)
         self.node = ""
         self.ready_url = service.ready_url
@@ -92,26 +92,18 @@ class LocalProcess:
     @property
     def exit_code(self) -> int | None:
         """Return the exit code; None: it runs."""
-        return self._child.process.poll()
+        return self.process.poll()
 
     def log_end(self) -> str:
         """Return the end of the log that it has written since its start."""
         try:
-            with self._child.log.open("rb") as log:
+            with self.log.open("rb") as log:
                 size = log.seek(0, 2)
                 start = self._log_start if self._log_start <= size else 0  # it was truncated
                 log.seek(max(start, size - _LOG_BYTES))
                 return log.read().decode(errors="replace")
         except OSError as error:  # it was moved or deleted
             return f"its log cannot be read ({error.strerror})"
-
-    def ask_to_end(self) -> None:
-        """Ask it to end, without waiting; idempotent."""
-        self._child.ask_to_end()
-
-    def stop(self, grace_seconds: float) -> None:
-        """Ask it to end, then end it and its children; idempotent."""
-        self._child.stop(grace_seconds)
 
 
 def launch_without_settings(service: ServiceSpec) -> LocalProcess:
