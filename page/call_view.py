@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from page.reading import PageStore
+from page.rollouts.conversation import shared_length
 from page.token_texts import TokenTexts
 from spangrad.errors import JSON_ERRORS
 from spangrad.store.datasets import rows_sql
@@ -163,9 +164,7 @@ def _repeated(store: PageStore, place: CallPlace, transition: dict[str, Any], pr
     before = store.rows(_BEFORE, names)
     if not before:
         return 0
-    earlier = [*before[0]["PromptIds"], *before[0]["ResponseIds"]]
-    differing = (at for at, (old, new) in enumerate(zip(earlier, prompt, strict=False)) if old != new)
-    return next(differing, min(len(earlier), len(prompt)))
+    return shared_length([*before[0]["PromptIds"], *before[0]["ResponseIds"]], prompt)
 
 
 def _conclusion(transition: dict[str, Any], drops: list[dict[str, Any]]) -> dict[str, Any]:

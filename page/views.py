@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,14 +109,18 @@ class PageViews:
             "/api/queue": self._queue,
             "/api/queue/rollout": lambda query: queued_rollout(self._settings.queue, _required(query, "id")),
             "/api/training": lambda query: training_view(self.store, query.get("policy") or None, query.get("branch") or None),
-            "/api/lanes": self._lanes,
+            "/api/lanes": lambda query: lanes_view(
+                self.store, *_branch(query), _number(query, "newest"), _number(query, "steps", most=STEPS_MOST)
+            ),
             "/api/training/skipped": self._skipped,
             "/api/training/steps": lambda query: step_rows(self.store, *_steps_of(query)),
             "/api/version": self._version,
-            "/api/compare": self._compare,
+            "/api/compare": lambda query: comparison(
+                self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right")
+            ),
             "/api/beside/advantages": lambda query: advantages_of(self.store, query.getall("rollout", [])),
             "/api/span": lambda query: span_view(self.store, _required(query, "trace"), _required(query, "span")),
-            "/api/call": self._call,
+            "/api/call": lambda query: call_view(self.store, self._texts, _place(query), whole=query.get("whole") == "yes"),
             "/api/call/texts": self._call_texts,
             "/api/call/alternatives": lambda query: alternatives(self.store, _place(query)),
         }
@@ -123,17 +128,13 @@ class PageViews:
     def downloads(self) -> dict[str, Callable[[Query], tuple[str, Iterable[bytes] | None]]]:
         """Return the functions of downloads, by path: the name of the file and its parts. None: there is nothing at that address."""
         return {
-            "/rollouts.csv": self._csv,
-            "/rollouts.jsonl": self._jsonl,
+            **{f"/{name}": partial(self._export, name) for name in ("rollouts.csv", "rollouts.jsonl")},
             "/steps.csv": lambda query: ("steps.csv", steps_export(self.store, *_steps_of(query))),
             "/call.txt": self._call_file,
         }
 
-    def _csv(self, query: Query) -> tuple[str, Iterator[bytes]]:
-        return "rollouts.csv", export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), "csv")
-
-    def _jsonl(self, query: Query) -> tuple[str, Iterator[bytes]]:
-        return "rollouts.jsonl", export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), "jsonl")
+    def _export(self, name: str, query: Query) -> tuple[str, Iterator[bytes]]:
+        return name, export(self.store, RolloutFilter.of(query), RolloutOrder.of(query), name.rpartition(".")[2])
 
     def _call_file(self, query: Query) -> tuple[str, list[bytes] | None]:
         part = query.get("part", "request")
@@ -159,9 +160,6 @@ class PageViews:
             raise ValueError(f"give 1 to {TURNS_MOST} calls, and fewer `known` ones.")
         return turns(self.store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
 
-    def _call(self, query: Query) -> dict[str, Any] | None:
-        return call_view(self.store, self._texts, _place(query), whole=query.get("whole") == "yes")
-
     def _call_texts(self, query: Query) -> dict[str, Any] | None:
         texts = call_texts(self.store, _place(query))
         if texts is None:
@@ -169,7 +167,7 @@ class PageViews:
         return {name: {"text": text[:TEXT_CHARACTERS], "characters": len(text)} for name, text in texts.items()}
 
     def _version(self, query: Query) -> dict[str, Any]:
-        policy, branch, version = _required(query, "policy"), _required(query, "branch"), _number(query, "version")
+        (policy, branch), version = _branch(query), _number(query, "version")
         view = version_view(self.store, policy, branch, version)
         if view is None:
             missing = StoreError(f"the store knows no version {policy}@{version} on branch {branch}. /training lists those of each branch.")
@@ -187,22 +185,14 @@ class PageViews:
             raise ValueError(f"order = {order[:80]!r}: give newest or oldest.")
         return queue_view(self._settings.queue, query.get("run", ""), state, order, after)
 
-    def _lanes(self, query: Query) -> dict[str, Any]:
-        branch = _required(query, "policy"), _required(query, "branch")
-        return lanes_view(self.store, *branch, _number(query, "newest"), _number(query, "steps", most=STEPS_MOST))
-
     def _skipped(self, query: Query) -> dict[str, Any]:
-        policy, branch = _required(query, "policy"), _required(query, "branch")
         since, until = (_number(query, name) if query.get(name) else None for name in ("since", "until"))
         after = decode_cursor(query["after"], *SKIPPED_CURSOR) if query.get("after") else ()
         try:
-            page_query = SkippedQuery(policy, branch, SKIPPED_ROWS + 1, after, since, until)
+            page_query = SkippedQuery(*_branch(query), SKIPPED_ROWS + 1, after, since, until)
             return skipped_view(*self._readers.skipped(self._settings, page_query))
         except LedgerError as error:  # a page beside a store alone has no ledger: the rest of the view is as it should be
             return {**skipped_view((), {}), "problem": str(error)}
-
-    def _compare(self, query: Query) -> dict[str, Any]:
-        return comparison(self.store, _required(query, "policy"), _number(query, "left"), _number(query, "right"))
 
     def _tokenizer_directories(self, hash_: str) -> Iterator[Path]:
         yield from filter(None, (self._settings.engine.model, self._settings.trainer.model))
@@ -215,7 +205,11 @@ def _steps_of(query: Query) -> tuple[str, str, list[str], StepOrder]:
     if order not in {"asc", "desc"}:
         raise ValueError(f"order = {order[:80]!r}: give asc or desc.")
     chosen = StepOrder(query.get("sort", ""), order == "desc", decode_cursor(after, *STEP_CURSOR) if after else None)
-    return _required(query, "policy"), _required(query, "branch"), query.get("metrics", "").split(","), chosen
+    return *_branch(query), query.get("metrics", "").split(","), chosen
+
+
+def _branch(query: Query) -> tuple[str, str]:
+    return _required(query, "policy"), _required(query, "branch")
 
 
 def _place(query: Query) -> CallPlace:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from page.actions.records import ActionRecords, LogSender
+from page.actions.records import LogSender, record_action
 from page.actions.requests import (
     CancelRequest,
     CollectRequest,
@@ -68,7 +68,6 @@ class ActionRunner:
         self._commands = commands
         self._plays = plays
         self._sender = LogSender(settings.store)
-        self._records = ActionRecords(self._sender)
 
     def run(self, request: Request, address: str) -> str:
         """Carry out an action; return a sentence on what was done.
@@ -81,7 +80,7 @@ class ActionRunner:
             SpangradError: it could not be written down, or not be done.
         """
         id_ = uuid.uuid4().hex
-        self._records.write(id_, request, address, "asked", "")
+        record_action(self._sender, id_, request, address, "asked", "")
         try:
             sentence = self._done(request)
         except Exception as error:
@@ -93,7 +92,7 @@ class ActionRunner:
     def _conclude(self, id_: str, request: Request, address: str, outcome: str, sentence: str) -> str:
         """Write down what came of an action; return what the person is told beside it where the store does not take that."""
         try:
-            self._records.write(id_, request, address, outcome, sentence)
+            record_action(self._sender, id_, request, address, outcome, sentence)
         except StoreError as error:  # the action itself is over: its own outcome matters more
             log.warning("action %s is %s, and that could not be written down: %s", id_, outcome, error)
             return f" Its outcome could not be written down: {error}"

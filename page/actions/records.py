@@ -68,37 +68,32 @@ class LogSender:
         ask(self._service, "POST", "/v1/logs", {"resourceLogs": [{"resource": resource, "scopeLogs": [scope]}]}, seconds=_ANSWER_SECONDS)
 
 
-class ActionRecords:
-    """Requests for actions and their outcomes, written to the store."""
+def record_action(sender: LogSender, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
+    """Write a request for an action, or its outcome, to the store.
 
-    def __init__(self, sender: LogSender) -> None:
-        """Store the sender."""
-        self._sender = sender
+    Args:
+        sender: sender of the record.
+        id_: id of the action.
+        request: the request.
+        address: network address of the person's browser.
+        outcome: asked, done or failed.
+        sentence: sentence on what came of it.
 
-    def write(self, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
-        """Write a record.
-
-        Args:
-            id_: id of the action.
-            request: the request.
-            address: network address of the person's browser.
-            outcome: asked, done or failed.
-            sentence: sentence on what came of it.
-
-        Raises:
-            StoreError: the store does not answer, or refuses.
-        """
-        arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name not in {"action", "author"}}
-        facts = {
-            semconv.ACTION_ID: id_,
-            semconv.ACTION_NAME: str(type(request).__struct_config__.tag),
-            semconv.ACTION_ARGUMENTS: msgspec.json.encode(arguments).decode(),
-            semconv.ACTION_OUTCOME: outcome,
-            semconv.ROLLOUT_ID: request.rollouts[0] if len(request.rollouts) == 1 else "",
-            semconv.USER_NAME: request.author,
-            semconv.CLIENT_ADDRESS: address,
-        }
-        self._sender.send(semconv.ACTION_EVENT, facts, body=sentence)
+    Raises:
+        StoreError: the store does not answer, or refuses.
+    """
+    arguments = {name: value for name, value in msgspec.to_builtins(request).items() if name not in {"action", "author"}}
+    rollouts = arguments.get("rollout_ids") or [arguments.get("rollout", "")]
+    facts = {
+        semconv.ACTION_ID: id_,
+        semconv.ACTION_NAME: str(type(request).__struct_config__.tag),
+        semconv.ACTION_ARGUMENTS: msgspec.json.encode(arguments).decode(),
+        semconv.ACTION_OUTCOME: outcome,
+        semconv.ROLLOUT_ID: rollouts[0] if len(rollouts) == 1 else "",
+        semconv.USER_NAME: request.author,
+        semconv.CLIENT_ADDRESS: address,
+    }
+    sender.send(semconv.ACTION_EVENT, facts, body=sentence)
 
 
 def actions_view(store: PageStore, after: str) -> dict[str, Any]:

@@ -24,11 +24,6 @@ class ActionRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     author: Annotated[str, Meta(min_length=1, max_length=100, pattern=r"\S")]
     """Name of the person, as given."""
 
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return ()
-
 
 class VersionRequest(ActionRequest, frozen=True, kw_only=True):
     """Request about a policy version."""
@@ -67,11 +62,6 @@ class QueueRequest(ActionRequest, frozen=True, kw_only=True):
 
     rollout_ids: Annotated[list[Name], Meta(min_length=1, max_length=1000)]
 
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return tuple(self.rollout_ids)
-
 
 class CancelRequest(QueueRequest, frozen=True, kw_only=True, tag="cancel"):
     """Cancel queued and running rollouts."""
@@ -85,11 +75,6 @@ class RolloutRequest(ActionRequest, frozen=True, kw_only=True):
     """Request about a rollout."""
 
     rollout: Name
-
-    @property
-    def rollouts(self) -> tuple[str, ...]:
-        """Return the rollouts that the action is about."""
-        return (self.rollout,)
 
 
 class LabelRequest(RolloutRequest, frozen=True, kw_only=True, tag="label"):

@@ -47,8 +47,8 @@ def turns(calls: Sequence[CallMessages], known: int) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         keys = [_key(message) for message in call.prompt]
-        before = max(range(index), key=lambda place: (_shared(ends[place], keys), place), default=None)
-        shared = 0 if before is None else _shared(ends[before], keys)
+        before = max(range(index), key=lambda place: (shared_length(ends[place], keys), place), default=None)
+        shared = 0 if before is None else shared_length(ends[before], keys)
         ends.append([*keys, _key(call.reply)])
         if index >= known:
             result.append(
@@ -67,8 +67,8 @@ def _key(message: Mapping[str, Any]) -> str:
     return json.dumps(message, sort_keys=True, default=str)
 
 
-def _shared(earlier: Sequence[str], later: Sequence[str]) -> int:
-    """Return the number of messages that a prompt begins with and that stand in the same places of an earlier call."""
+def shared_length(earlier: Sequence[object], later: Sequence[object]) -> int:
+    """Return the number of items with which two sequences begin alike."""
     return next((at for at, (old, new) in enumerate(zip(earlier, later, strict=False)) if old != new), min(len(earlier), len(later)))
 
 
