@@ -10,9 +10,10 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
@@ -22,6 +23,10 @@ from spangrad.http.json_http import status_of
 from spangrad.http.service import without_userinfo
 from spangrad.processes import LOOPBACK
 from spangrad.settings import StoreSettings
+from spangrad.store.clickhouse import connect, store_errors
+
+if TYPE_CHECKING:
+    from clickhouse_connect.driver.client import Client
 
 
 @contextmanager
@@ -52,6 +57,13 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     print(f"no store answers at {shown_url}: opening {stopped[0]} until this command ends", file=sys.stderr)
     with own_store(stopped[0], store) as opened:
         yield opened
+
+
+@contextmanager
+def answering_client(store: StoreSettings) -> Generator[tuple[Client, StoreSettings]]:
+    """Yield a client of `answering_store`, and its settings; the driver's errors in the block become `StoreError`."""
+    with answering_store(store) as answering, closing(connect(answering)) as client, store_errors(answering.url):
+        yield client, answering
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 from cyclopts import Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.stopped_store import answering_store
+from commands.stopped_store import answering_client
 from commands.times import parse_time
 from spangrad.errors import SettingsError, StoreError
 from spangrad.http.service import without_userinfo
@@ -84,7 +84,6 @@ def export(
     settings = resolve(config, set_)
     log_to_stderr()
     from commands.console import rollout_progress
-    from spangrad.store.clickhouse import connect
     from transition_builder.export import formats
     from transition_builder.export.reading import ExportSelection
 
@@ -105,15 +104,11 @@ def export(
     formats.require_place(format_, rollout_filter.dropped)
     # SIGTERM, as a scheduler sends it, then removes half-written files, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _stopped)
-    with answering_store(settings.store) as store, rollout_progress("exporting") as progress:
-        client = connect(store)
-        try:
-            if not (dataset or settings.trainer.dataset):
-                rollout_filter = replace(rollout_filter, dataset=dataset_of_settings(client, store.url, settings, rollout_filter.as_of))
-            done = formats.export(client, store.url, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
-            elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, rollout_filter.runs)
-        finally:
-            client.close()
+    with answering_client(settings.store) as (client, store), rollout_progress("exporting") as progress:
+        if not (dataset or settings.trainer.dataset):
+            rollout_filter = replace(rollout_filter, dataset=dataset_of_settings(client, store.url, settings, rollout_filter.as_of))
+        done = formats.export(client, store.url, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
+        elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, rollout_filter.runs)
     _show(done, out)
     if not done.tally.calls:
         print(f"nothing was written: {done.dataset} holds no call of the rollouts that were asked for.{elsewhere}", file=sys.stderr)
@@ -142,13 +137,9 @@ def dataset_of_settings(client: Client, url: str, settings: Settings, as_of: dat
 def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
     """Return a sentence with the datasets that hold rollouts of these runs, or of all runs if none are given."""
     from spangrad.store import datasets
-    from spangrad.store.clickhouse import store_errors
 
     of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
-    with store_errors(url):
-        rows = client.query(
-            f"SELECT BuildSpec, count() FROM spangrad.builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}
-        ).result_rows
+    rows = client.query(f"SELECT BuildSpec, count() FROM spangrad.builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
     built = {str(spec): int(count) for spec, count in rows}
     dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
     return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""

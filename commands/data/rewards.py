@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, limit_builder_threads, log_to_stderr, require_directory, resolve
-from commands.stopped_store import answering_store
+from commands.stopped_store import answering_client
 from commands.times import parse_time_or_age
 
 if TYPE_CHECKING:
@@ -50,15 +50,11 @@ def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     for the time of the query.
     """
     from spangrad.store import datasets
-    from spangrad.store.clickhouse import connect, store_errors
 
     settings = resolve(config, set_)
-    with answering_store(settings.store) as store:
-        client = connect(store)
-        with store_errors(store.url):
-            given = client.query(_GIVEN).result_rows
+    with answering_client(settings.store) as (client, store):
+        given = client.query(_GIVEN).result_rows
         known = datasets.known(client, store.url)
-        client.close()
     _print(("reward", "source", "rollouts", "of calls", "rewards", "mean", "least", "most"), given, "no rewards in the store")
     files = sorted(settings.builder.rewards_directory.glob("*.sql"))
     rows = [(file.name, version, _users(file.stem, version, known)) for file in files if (version := settings.builder.sql_hash(file.stem))]
@@ -86,7 +82,6 @@ def _backfill(
         run_id: build only rollouts whose spans name this run (spangrad.run.id). Other runs can be added to the same revision later.
     """
     from spangrad.store import datasets
-    from spangrad.store.clickhouse import connect
 
     settings = resolve(config, set_)
     began = parse_time_or_age("--since", since, datetime.now(UTC))
@@ -96,8 +91,7 @@ def _backfill(
     versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
     log_to_stderr()
     limit_builder_threads()
-    with answering_store(settings.store) as store:
-        client = connect(store)
+    with answering_client(settings.store) as (client, store):
         from commands.console import rollout_progress
         from transition_builder import loop
         from transition_builder.rewards import sql
@@ -109,8 +103,7 @@ def _backfill(
         revision = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
         with rollout_progress(f"building {revision}") as on_progress:
             summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, on_progress, run_id)
-        _report(client, store.url, revision, str(summary) if summary.rollouts else "nothing new")
-        client.close()
+        _report(client, revision, str(summary) if summary.rollouts else "nothing new")
 
 
 @rewards.command(name="serve")
@@ -132,14 +125,12 @@ def _serve(*, evaluator: str, directory: Path = Path(), port: int | None = None,
     serve(settings, load(evaluator))
 
 
-def _report(client: Client, url: str, dataset: Dataset, summary: str) -> None:
+def _report(client: Client, dataset: Dataset, summary: str) -> None:
     from spangrad.store import datasets
-    from spangrad.store.clickhouse import store_errors
 
     where = f"BuildSpec = '{dataset.build_spec}'"  # a hash
-    with store_errors(url):
-        given = client.query(_OF_DATASET.format(transitions=datasets.rows_sql("transitions", where=where))).result_rows
-        dropped = client.query(_DROPS_OF_DATASET.format(drops=datasets.rows_sql("drops", where=where))).result_rows
+    given = client.query(_OF_DATASET.format(transitions=datasets.rows_sql("transitions", where=where))).result_rows
+    dropped = client.query(_DROPS_OF_DATASET.format(drops=datasets.rows_sql("drops", where=where))).result_rows
     _print(("reward", "source", "rollouts", "rewards", "mean", "least", "most"), given, "no rewards on its transitions")
     if dropped:
         _print(("drops", "detail", "calls"), dropped, "")

@@ -37,8 +37,7 @@ def lineage(
         depth: number of versions to show with rollouts and spans: this one and its ancestors.
         json_: print JSON instead of text.
     """
-    from commands.stopped_store import answering_store
-    from spangrad.store.clickhouse import connect, store_errors
+    from commands.stopped_store import answering_client
 
     if (version is None) == (span is None):
         raise SettingsError("give a version, `spangrad lineage POLICY@VERSION`, or a span, `spangrad lineage --span TRACE/SPAN`.")
@@ -46,17 +45,14 @@ def lineage(
         raise SettingsError(f"--depth {depth} is no number of versions. Give 0 or more.")
     version_key = None if version is None else version_name(version)
     span_key = None if span is None else span_name(span)
-    with answering_store(resolve(config, set_).store) as store:
-        client = connect(store)
-        with store_errors(store.url):
-            if version_key is not None:
-                answer = of_version(client, *version_key, branch, depth)
-                text = version_text(answer)
-            else:
-                assert span_key is not None
-                answer = of_span(client, *span_key)
-                text = span_text(answer)
-        client.close()
+    with answering_client(resolve(config, set_).store) as (client, _):
+        if version_key is not None:
+            answer = of_version(client, *version_key, branch, depth)
+            text = version_text(answer)
+        else:
+            assert span_key is not None
+            answer = of_span(client, *span_key)
+            text = span_text(answer)
     print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, resolve
-from commands.stopped_store import answering_store
+from commands.stopped_store import answering_client
 from spangrad import semconv
 from spangrad.errors import SettingsError
 from spangrad.settings import Settings
@@ -97,7 +96,6 @@ def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
         StoreError: the store holds no span of it.
     """
     from commands.inspection.records import read_record
-    from spangrad.store.clickhouse import connect, store_errors
 
-    with answering_store(settings.store) as store, closing(connect(store)) as client, store_errors(store.url):
+    with answering_client(settings.store) as (client, store):
         return read_record(client, settings.model_copy(update={"store": store}), id_, attempt)

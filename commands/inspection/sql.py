@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from commands.options import ConfigFile, Overrides, resolve
-from commands.stopped_store import answering_store
+from commands.stopped_store import answering_client
 from spangrad.errors import SettingsError, StoreError
 
 _FORMAT = re.compile(r"\bFORMAT\s+(\w+)\s*;?\s*$", re.IGNORECASE)
@@ -25,15 +25,12 @@ def sql(statement: str, /, *, config: ConfigFile = None, set_: Overrides = None)
         statement: one SELECT, SHOW or DESCRIBE statement; tables for people are in the database `spangrad`.
     """
     from commands.console import print_table
-    from spangrad.store.clickhouse import connect, read_only_settings, store_errors
+    from spangrad.store.clickhouse import read_only_settings
 
     if not statement.strip():  # as `"$(cat query.sql)"` is where there is no such file
         raise SettingsError("the statement is empty. Give one SELECT, SHOW or DESCRIBE.")
-    with answering_store(resolve(config, set_).store) as store:
-        client = connect(store)
-        with store_errors(store.url), _remedies(statement):
-            answer = client.query(statement, settings=read_only_settings(client))
-        client.close()
+    with answering_client(resolve(config, set_).store) as (client, _), _remedies(statement):
+        answer = client.query(statement, settings=read_only_settings(client))
     if not answer.result_rows:
         print("no rows")
         return

@@ -18,7 +18,7 @@ from spangrad.store.rollout.record import counted
 
 if TYPE_CHECKING:
     from runner.queue.client import QueueClient
-    from runner.queue.wire import AttemptRecord, Cancelled, QueuedRollout, RolloutSelector, RolloutState
+    from runner.queue.wire import AttemptRecord, QueuedRollout, RolloutSelector, RolloutState
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 5
@@ -119,12 +119,7 @@ def _cancel(*rollouts: str, run: OneRun = None, group: str | None = None, config
         group: id of a group; requires --run.
     """
     which = _which(rollouts, run, group)
-
-    async def cancelled(client: QueueClient) -> Cancelled:
-        await _require(client, which)
-        return await client.cancel(which)
-
-    done = _ask(config, set_, cancelled)
+    done = _change(config, set_, which, lambda client: client.cancel(which))
     print(f"cancelled: {done.queued} that were queued, {done.running} that were running")
 
 
@@ -137,12 +132,7 @@ def _retry(*rollouts: str, run: OneRun = None, group: str | None = None, config:
         group: id of a group; requires --run.
     """
     which = _which(rollouts, run, group)
-
-    async def retried(client: QueueClient) -> int:
-        await _require(client, which)
-        return await client.retry(which)
-
-    print(f"queued again: {_ask(config, set_, retried)}")
+    print(f"queued again: {_change(config, set_, which, lambda client: client.retry(which))}")
 
 
 @queue.command(name="purge")
@@ -206,6 +196,26 @@ def _ask(config: Path | None, set_: list[str] | None, request: Callable[[QueueCl
     return asyncio.run(response())
 
 
+def _change(
+    config: Path | None, set_: list[str] | None, which: RolloutSelector, request: Callable[[QueueClient], Coroutine[Any, Any, T]]
+) -> T:
+    """Run a request that changes the selected rollouts, and return its response.
+
+    Raises:
+        QueueError: the queue has no such rollout; none of them is changed then.
+    """
+
+    async def changed(client: QueueClient) -> T:
+        for rollout_id in which.rollout_ids or ():
+            await client.rollout(rollout_id)
+        if which.run_id is not None and not (await client.rollouts(run_id=which.run_id, group_id=which.group_id, limit=1)).rollouts:
+            of = f"run {which.run_id}" if which.group_id is None else f"group {which.group_id} of run {which.run_id}"
+            raise QueueError(f"the queue at {client.url} has no rollout of {of}. `spangrad queue list` shows what it has.")
+        return await request(client)
+
+    return _ask(config, set_, changed)
+
+
 def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> RolloutSelector:
     from runner.queue.wire import RolloutSelector
 
@@ -214,19 +224,6 @@ def _which(rollouts: Sequence[str], run: str | None, group: str | None) -> Rollo
     if group and not run:
         raise SettingsError("--group needs the --run that it belongs to.")
     return RolloutSelector(rollout_ids=list(rollouts)) if rollouts else RolloutSelector(run_id=run, group_id=group)
-
-
-async def _require(client: QueueClient, which: RolloutSelector) -> None:
-    """Raise unless the queue knows the selected rollouts, before any of them is changed.
-
-    Raises:
-        QueueError: the queue has no such rollout.
-    """
-    for rollout_id in which.rollout_ids or ():
-        await client.rollout(rollout_id)
-    if which.run_id is not None and not (await client.rollouts(run_id=which.run_id, group_id=which.group_id, limit=1)).rollouts:
-        of = f"run {which.run_id}" if which.group_id is None else f"group {which.group_id} of run {which.run_id}"
-        raise QueueError(f"the queue at {client.url} has no rollout of {of}. `spangrad queue list` shows what it has.")
 
 
 def _state(text: str | None) -> RolloutState | None:
