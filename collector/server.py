@@ -90,7 +90,6 @@ def _log_ready(store: StoreSettings) -> None:
 
 @asynccontextmanager
 async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGenerator[None]:
-    """Serve while the block runs."""
     token, read_token = (secret.get_secret_value() if secret else None for secret in (store.token, store.read_token))
     guardian = Guardian(token, read_token)
     traces, logs = (database.handle(schema_files=True), database.handle(schema_files=True)), database.handle()

@@ -34,7 +34,6 @@ class PageTemplates:
     """Templates of the page."""
 
     def __init__(self, settings: PageSettings) -> None:
-        """Load the templates."""
         self._environment = Environment(
             loader=PackageLoader("page"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )

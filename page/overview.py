@@ -43,7 +43,6 @@ class OverviewReader:
     """The overview of a store, read at most once in `FRESH_SECONDS`, however many look."""
 
     def __init__(self, store: PageStore, settings: Settings) -> None:
-        """Store the arguments."""
         self._store = store
         self._settings = settings
         self._read_at = -FRESH_SECONDS

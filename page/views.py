@@ -81,7 +81,6 @@ class PageViews:
     """Views over one store."""
 
     def __init__(self, settings: Settings, readers: PageReaders) -> None:
-        """Store the arguments; nothing is read."""
         self._settings = settings
         self._readers = readers
         self.store = PageStore(settings.store)

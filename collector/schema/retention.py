@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from collector.database import Handle
 from collector.schema.cluster import Layout
@@ -94,14 +93,6 @@ OLD = {
 """Table -> condition of the rows to delete, in this order. Tables that are not listed are kept: they record what was trained."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expired:
-    """Number of rows that were deleted from one table."""
-
-    table: str
-    rows: int
-
-
 def cutoff(execute: Execute, ttl_days: int) -> int:
     """Return the start of the store's day, `ttl_days` ago, in seconds since 1970: whole days are deleted, one at a time."""
     return int(execute(f"SELECT toUnixTimestamp(toStartOfDay(now() - INTERVAL {ttl_days} DAY))"))
@@ -113,7 +104,7 @@ def expire(
     layout: Layout,
     report: Callable[[str], None] = logger.info,
     stop: threading.Event | None = None,
-) -> list[Expired]:
+) -> dict[str, int]:
     """Delete the rows older than a point in time; return when they are gone.
 
     Args:
@@ -124,13 +115,13 @@ def expire(
         stop: when set, end before the next statement; a deletion that has begun goes on.
 
     Returns:
-        The deletions from each table that lost rows; rows that replace each other are counted each.
+        The number of rows that were deleted, by table; rows that replace each other are counted each.
 
     Raises:
         StoreError: the store refused a statement, or a deletion failed.
     """
     stop = stop or threading.Event()
-    expired: list[Expired] = []
+    expired = dict[str, int]()
     for table in OLD:
         old = _old(table, before, layout)
         if reason := _cancel_failed(execute, table, layout):
@@ -145,7 +136,7 @@ def expire(
         # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
         execute(f"{deletion(table, before, layout, layout.on_cluster)} SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1")
         _await_deletions(execute, table, layout, stop)
-        expired.append(Expired(table, rows))
+        expired[table] = rows
         report(f"deleted {rows} old rows of {stored(table)}")
     return expired
 

@@ -240,11 +240,7 @@ class StatementRunner:
 
 
 def _check_kind(handle: Handle, statement: Statement, request: QueryRequest) -> None:
-    """Raise unless the text is a single statement that its sender may run.
-
-    Raises:
-        BadRequestError: it is several statements, or changes something for a reader or by GET.
-    """
+    """Raise unless the text is a single statement that its sender may run."""
     # On a session's handle `readonly` is not set.
     readonly = statement.settings.get("readonly", "0") if statement.session else "0"
     restricted = request.role is TokenRole.READER or request.safe or readonly != "0"

@@ -180,12 +180,7 @@ class PendingBatch:
             logger.error("a request with %d acknowledged spans is in no table, and kept as the dead letter %s: %s", body.spans, file, error)
 
     def _store_in_parts(self, bodies: Sequence[TraceBody]) -> list[tuple[TraceBody, EngineRefusedError]]:
-        """Store bodies, except those that can't be stored alone; return these, with their errors.
-
-        Raises:
-            EngineRefusedError: nothing can be stored now.
-            OSError: the same.
-        """
+        """Store bodies, except those that can't be stored alone; return these, with their errors."""
         try:
             self._staging.commit(bodies)
         except EngineRefusedError as error:

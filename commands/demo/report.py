@@ -208,11 +208,7 @@ def plot(path: Path, steps: Sequence[DemoStep], held_out: float, stages: Sequenc
 
 
 def _wait_until_built(client: Client, settings: Settings, services: TrainingSupervisor) -> None:
-    """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for.
-
-    Raises:
-        SpangradError: rollouts are still not built after BUILD_TIMEOUT_SECONDS, or a service died.
-    """
+    """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for."""
     end = time.monotonic() + BUILD_TIMEOUT_SECONDS
     while True:
         with store_errors(settings.store.url):

@@ -90,11 +90,7 @@ def _why(id_: Annotated[str, Parameter(name="ID")], /, *, config: ConfigFile = N
 
 
 def _ask(id_: str, attempt: int | None, settings: Settings) -> Record:
-    """Read a rollout's record from the store that answers.
-
-    Raises:
-        StoreError: the store holds no span of it.
-    """
+    """Read a rollout's record from the store that answers."""
     from commands.inspection.records import read_record
 
     with answering_client(settings.store) as (client, store):

@@ -161,7 +161,6 @@ class ShownModel:
     """Model whose context and replies are shown as they come."""
 
     def __init__(self, model: ReplyModel, role: str, show: Show) -> None:
-        """Show nothing yet."""
         self._model = model
         self._role = role
         self._show = show

@@ -66,7 +66,6 @@ class LineWriter:
     """Writer of lines of JSON."""
 
     def __init__(self, file: int) -> None:
-        """Store the file's descriptor."""
         self._file = file
 
     def write(self, **line: object) -> None:
@@ -80,7 +79,6 @@ class RemotePerson:
     """Model whose replies come by lines of standard input."""
 
     def __init__(self, lines: LineWriter) -> None:
-        """Begin with the first turn."""
         self.replies: asyncio.Queue[PlayReply] = asyncio.Queue()
         self._lines = lines
         self._turn = 0

@@ -114,11 +114,7 @@ def _remove_backend(gateway: GatewaySettings, name: str, *, now: bool) -> None:
 
 
 def _key(variable: str | None) -> str | None:
-    """Return a backend's API key from the environment, because all users of a machine can see command lines.
-
-    Raises:
-        SettingsError: the environment has no such variable, or it is empty.
-    """
+    """Return a backend's API key from the environment, because all users of a machine can see command lines."""
     if variable is None:
         return None
     key = os.environ.get(variable)
@@ -170,9 +166,5 @@ def _shown(value: object) -> str:
 def _ask(
     gateway: GatewaySettings, method: str, path: str, body: Mapping[str, object] | None = None, seconds: float = _ANSWER_SECONDS
 ) -> dict[str, Any]:
-    """Send a request to the gateway's administration API, and return its response.
-
-    Raises:
-        GatewayError: the gateway does not answer, or refuses the request.
-    """
+    """Send a request to the gateway's administration API, and return its response."""
     return ask(gateway_service(gateway.url, gateway.token), method, path, body, seconds=seconds)

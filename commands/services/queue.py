@@ -151,14 +151,7 @@ def _purge(*, older_than_days: float | None = None, run: RunId = None, config: C
 
 
 def _print_listed(config: Path | None, set_: list[str] | None, limit: int, **which: Any) -> None:
-    """Print rollouts of a selection, and whether there are more than the limit.
-
-    Args:
-        config: settings file.
-        set_: settings.
-        limit: largest number of rollouts, at least 1.
-        which: selection, as `QueueClient.rollouts` takes it.
-    """
+    """Print rollouts of a selection, and whether there are more than the limit."""
     from runner.queue.wire import LIST_MOST
 
     async def listed(client: QueueClient) -> list[QueuedRollout]:

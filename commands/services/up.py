@@ -128,11 +128,7 @@ def _supervise(settings: Settings, config: Path | None, overrides: list[str], ag
 
 
 def _detach(settings: Settings, options: list[str], agent: list[str]) -> None:
-    """Start the supervisor as a process of its own, and wait until every service is ready.
-
-    Raises:
-        SpangradError: another one runs in the directory, or a service failed.
-    """
+    """Start the supervisor as a process of its own, and wait until every service is ready."""
     from spangrad.leases import shown
     from spangrad.processes import own_command
     from spangrad.supervisor.run_directory import owner_of, status_of

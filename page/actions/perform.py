@@ -62,7 +62,6 @@ class ActionRunner:
     """Runner of actions, which records each in the store before and after."""
 
     def __init__(self, settings: Settings, store: PageStore, commands: ActionCommands, plays: PlaySessions) -> None:
-        """Store the arguments; nothing is sent."""
         self._settings = settings
         self._store = store
         self._commands = commands

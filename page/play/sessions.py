@@ -88,7 +88,6 @@ class PlaySession:
     """One episode, and the events that it had."""
 
     def __init__(self, request: PlayRequest, bounds: PlayBounds) -> None:
-        """Begin without a listener."""
         self.is_over = False
         self._bounds = bounds
         facts = {name: getattr(request, name) for name in ("rollout", "environment", "person", "role", "policy")}

@@ -57,7 +57,6 @@ class RolloutScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Back")]
 
     def __init__(self, rollout: str, readers: WatchReaders) -> None:
-        """Store the arguments."""
         super().__init__()
         self._rollout = rollout
         self._readers = readers

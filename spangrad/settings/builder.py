@@ -84,11 +84,7 @@ class AirRule(Section):
 
     @model_validator(mode="after")
     def _whole(self) -> AirRule:
-        """Require the settings that the rule's kind needs, and refuse those that it does not read.
-
-        Raises:
-            ValueError: one sentence with the remedy; `load_settings` makes it a SettingsError that names the rule's place.
-        """
+        """Require the settings that the rule's kind needs, and refuse those that it does not read."""
         subject = f"the rule {self.name!r} of kind {self.kind}"
         if self.kind in TOOL_KINDS and not self.tools:
             raise ValueError(
@@ -155,11 +151,7 @@ class BuilderSettings(Section):
 
     @model_validator(mode="after")
     def _rewarded(self) -> BuilderSettings:
-        """Refuse rules as the only source of rewards where there are none.
-
-        Raises:
-            ValueError: one sentence with the remedy.
-        """
+        """Refuse rules as the only source of rewards where there are none."""
         if self.rewards_from == "rules" and not self.rules and not self.sql_rewards:
             raise ValueError(
                 "rewards_from = 'rules' needs a rule of builder.rules or a name of builder.sql_rewards. Add one, or set 'any'."

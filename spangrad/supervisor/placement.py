@@ -203,6 +203,5 @@ def _is_loopback(url: str) -> bool:
 
 
 def _at(url: str, host: str) -> str:
-    """Return a URL with another host."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=f"{in_url(host)}:{parts.port}" if parts.port else in_url(host)))

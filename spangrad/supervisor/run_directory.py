@@ -89,11 +89,7 @@ class RunDirectory:
             self._lock.close()
 
     def _await_predecessors(self) -> None:
-        """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports.
-
-        Raises:
-            SpangradError: one has not ended in time, or the status cannot be written.
-        """
+        """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports."""
         # Of another boot, container or machine, none has a port or a process of this one.
         running = [service for service in _status(self.path)["services"] if is_here(service.get("holder", ""))]
         # An interrupted wait leaves them to the next owner.

@@ -16,7 +16,7 @@ from collector import database
 from collector.schema.cluster import Layout
 from collector.schema.columns import meanings
 from collector.schema.migrations import SCHEMA, Execute, migrate, preamble, read_migrations
-from collector.schema.retention import OLD, Expired, cutoff, expire
+from collector.schema.retention import OLD, cutoff, expire
 from spangrad.processes import wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -345,22 +345,22 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
         "batches": ["bare 1", "conversation 1", "trained 1"],
         "policy_versions": ["one 1"],
     }
-    assert [row for row in expired if row.table not in {"trace_rollouts", "trace_keys"}] == [
-        Expired("rollout_spans", 7),
-        Expired("attempts", 1),
-        Expired("calls", 1),
-        Expired("otel_traces", 4),
-        Expired("otel_logs", 3),
-        Expired("dropped_attributes", 1),
-        Expired("rewards", 1),
-        Expired("transitions", 1),
-        Expired("drops", 1),
-        Expired("tool_calls", 1),
-        Expired("builds", 1),
-    ]
+    assert {table: rows for table, rows in expired.items() if table not in {"trace_rollouts", "trace_keys"}} == {
+        "rollout_spans": 7,
+        "attempts": 1,
+        "calls": 1,
+        "otel_traces": 4,
+        "otel_logs": 3,
+        "dropped_attributes": 1,
+        "rewards": 1,
+        "transitions": 1,
+        "drops": 1,
+        "tool_calls": 1,
+        "builds": 1,
+    }
     assert execute("SELECT RolloutId, TraceId FROM spangrad.lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
     before = left(execute)
-    assert (expire(execute, BEFORE, layout), left(execute)) == ([], before)
+    assert (expire(execute, BEFORE, layout), left(execute)) == ({}, before)
 
 
 def test_expire_covers_every_table_that_grows_with_spans() -> None:
