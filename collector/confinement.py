@@ -45,10 +45,7 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY|HEADERS", re.IGNORECASE
 def confine(directory: Path) -> bool:
     """Restrict the process to a directory and to what programs need to run; return whether the kernel enforces it.
 
-    Temporary files go into the directory as well.
-
-    Args:
-        directory: of the store; it must exist.
+    The directory must exist; temporary files go into it as well.
     """
     _forget_secrets()
     libc = ctypes.CDLL(None, use_errno=True)

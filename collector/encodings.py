@@ -58,12 +58,7 @@ def decompress(body: bytes, encoding: str, limit: int, hold: Callable[[int], Non
 
 
 def allow(size: int, limit: int, hold: Callable[[int], None]) -> None:
-    """Hold the bytes of a body, unless they are too many.
-
-    Args:
-        size: number of bytes of it so far.
-        limit: most bytes that it may have.
-        hold: called with the number; an error that it raises is passed on.
+    """Call `hold` with the number of bytes of a body so far, unless they are too many; pass its errors on.
 
     Raises:
         TooLargeError: they are more than the limit.

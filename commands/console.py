@@ -44,11 +44,9 @@ def plain_console(*, width: int | None = None, stderr: bool = False, highlight: 
 
 
 def plain_table(*columns: str, right: Collection[int] = ()) -> Table:
-    """Return a table without lines; cells that are too wide end in an ellipsis on a terminal, and are wrapped elsewhere.
+    """Return a table without lines, with the columns of these indices aligned to the right.
 
-    Args:
-        columns: heads of the columns.
-        right: indices of the columns that are aligned to the right.
+    Cells that are too wide end in an ellipsis on a terminal, and are wrapped elsewhere.
     """
     table = Table(box=None, pad_edge=False)
     overflow = "ellipsis" if sys.stdout.isatty() else "fold"
@@ -67,11 +65,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, rig
 
 @contextmanager
 def rollout_progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """Show how many rollouts of all are done: a bar on a terminal, a line in the log every _LOG_SECONDS elsewhere.
-
-    Args:
-        what: the work, such as `exporting`.
-    """
+    """Show how many rollouts of all are done, of a work such as `exporting`: a bar on a terminal, else a line in the log now and then."""
     log, next_line = logging.getLogger("spangrad"), time.monotonic() + _LOG_SECONDS
 
     def line(done: int, total: int) -> None:

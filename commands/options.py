@@ -46,12 +46,7 @@ def flag_values(overrides: list[str] | None, flags: Mapping[str, object] | None 
 
 
 def require_directory(name: str, directory: Path, purpose: str) -> None:
-    """Refuse a directory that does not exist.
-
-    Args:
-        name: option or setting that names the directory.
-        directory: the directory.
-        purpose: the directory that is to be named.
+    """Refuse a directory that does not exist; the error has the option or setting that names it, and the purpose of the right one.
 
     Raises:
         SettingsError: it is no directory.

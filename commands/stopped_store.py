@@ -70,9 +70,7 @@ def answering_client(store: StoreSettings) -> Generator[tuple[Client, StoreSetti
 def own_store(path: Path, store: StoreSettings) -> Generator[StoreSettings]:
     """Run a private store on the data at `path` while the block runs: on free ports of the loopback interface, with a token of its own.
 
-    Args:
-        path: directory of the data; created if it does not exist.
-        store: settings of the store; the yielded copy has the private store's addresses and token.
+    The directory is created if it does not exist. Yield a copy of the settings with the private store's addresses and token.
     """
     from spangrad.processes import Child, free_ports, own_command, wait_until
 

@@ -41,13 +41,9 @@ LINEAGE_OF_ROLLOUT_HERE = _lineage(**_BRANCH, version="version", rollout=_ROLLOU
 def layout(
     name: str, description: str, variables: Sequence[builder.Builder[VariableModel]], rows: Mapping[str, Sequence[Panel]]
 ) -> dashboard.Dashboard:
-    """Return a dashboard with links to the other dashboards.
+    """Return a dashboard with links to the others, a variable for the span store before its own, and panels by the title of their row.
 
-    Args:
-        name: its name.
-        description: clause on its content.
-        variables: template variables, after the one that selects the span store.
-        rows: panels by the title of their row; an empty title: they have none.
+    Panels below an empty title have no row.
     """
     siblings = dashboard.DashboardLink("spangrad").type(DashboardLinkType.DASHBOARDS).tags(["spangrad"]).icon("dashboard")
     page = (

@@ -87,14 +87,7 @@ class _TokenLogprobs(msgspec.Struct):
 
 
 def call_view(store: PageStore, texts: TokenTexts, place: CallPlace, *, whole: bool) -> dict[str, Any] | None:
-    """Return what the view of a call shows. None: the store holds no such call.
-
-    Args:
-        store: store of the call.
-        texts: texts of token ids.
-        place: choice of the call.
-        whole: True for all of the prompt. False: only what does not repeat the call before.
-    """
+    """Return what the view of a call shows: the whole prompt, or only what does not repeat the call before. None: there is no such call."""
     recorded = store.rows(_CALL, place.parameters)
     # The gateway's record has the tokens; only in direct mode are they read from the transition, which takes the longest.
     transitions = store.rows(_TRANSITION.replace("{tokens}", "" if recorded else f"{_TOKENS},"), place.parameters)

@@ -24,20 +24,13 @@ def encode_cursor(values: Sequence[Value]) -> str:
 def cut_page(rows: Sequence[T], most: int, place: Callable[[T], Sequence[Value]]) -> tuple[list[T], str | None]:
     """Return the rows of a page, and the cursor of what follows; None: nothing does.
 
-    Args:
-        rows: rows of the page, and one more where others follow.
-        most: largest number of rows of a page.
-        place: returns a row's values in the list's order.
+    The rows are one more than `most` where others follow; `place` returns a row's values in the list's order.
     """
     return list(rows[:most]), encode_cursor(place(rows[most - 1])) if len(rows) > most else None
 
 
 def decode_cursor(text: str, *kinds: type | tuple[type, ...]) -> list[Value]:
-    """Return the values of a cursor.
-
-    Args:
-        text: the cursor.
-        kinds: type of each value, or types.
+    """Return the values of a cursor, each of a type or one of several.
 
     Raises:
         ValueError: the text is no cursor of such a list.

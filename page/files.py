@@ -40,13 +40,7 @@ class PageTemplates:
         self._trace_url = settings.trace_url or ""
 
     def page(self, name: str, *, refused: bool = False, action_token: str = "") -> str:
-        """Return a page.
-
-        Args:
-            name: name of its template.
-            refused: whether a login has just been refused.
-            action_token: text that requests for actions show; empty: the page offers none.
-        """
+        """Return the page of a template; with the text that requests for actions show, it offers actions."""
         titles = dict(PAGES.values())
         return self._environment.get_template(f"{name}.html").render(
             name=name,

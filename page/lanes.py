@@ -50,15 +50,7 @@ _ATTEMPTS = _UNDER_WAY.format(lane="''", table="spangrad.attempts", condition=_W
 
 
 def lanes_view(store: PageStore, policy: str, branch: str, newest: int, most: int) -> dict[str, Any]:
-    """Return the stages of steps, and calls by backend and rollouts under way meanwhile.
-
-    Args:
-        store: store of the spans.
-        policy: policy of the branch.
-        branch: name of the branch.
-        newest: version that the last step made.
-        most: number of steps.
-    """
+    """Return the stages of so many steps of a branch up to a version, and calls by backend and rollouts under way meanwhile."""
     steps = store.rows(_STEPS, {"policy": policy, "branch": branch, "newest": newest, "most": min(most, STEPS_MOST)})[::-1]
     if not steps:
         return {"steps": [], "stages": [], "backends": [], "rollouts": [], "seconds": 0}

@@ -84,12 +84,7 @@ class OverviewReader:
 
 
 def overview_without(overview: Mapping[str, Any], sent: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return an overview with the versions of its steps, and of the steps those alone that are new or changed.
-
-    Args:
-        overview: the overview.
-        sent: steps of the overview that was sent before, by version.
-    """
+    """Return an overview with the versions of its steps, and only those steps that differ from the ones that were sent, by version."""
     steps = overview.get("steps", [])
     return {
         **overview,

@@ -21,14 +21,7 @@ UNNAMED = "queue.url is not set: this page reaches no queue. `spangrad run` with
 
 
 def queue_view(settings: QueueSettings, run: str, state: str, order: str, after: int) -> dict[str, Any]:
-    """Return runs with their counts, and rollouts of a state in an order; of later pages the rollouts alone.
-
-    Args:
-        settings: settings of the queue.
-        run: run of the rollouts; empty: all.
-        state: state of the rollouts; empty: all.
-        order: `newest` or `oldest`, which come first.
-        after: cursor of the page before; 0: the list begins.
+    """Return runs with their counts, and rollouts of a run and a state (empty: any), `newest` or `oldest` first; later pages lack the runs.
 
     Raises:
         QueueError: the queue refuses, or does not answer.

@@ -234,13 +234,7 @@ def steps_export(store: PageStore, policy: str, branch: str, metrics: Sequence[s
 
 
 def training_view(store: PageStore, policy: str | None, branch: str | None) -> dict[str, Any]:
-    """Return branches, and of one of them the steps and the held-out returns by sampling version.
-
-    Args:
-        store: store of the branch.
-        policy: policy of the branch. None: that of the branch that learned last.
-        branch: name of the branch. None: likewise.
-    """
+    """Return branches, and of one the steps and the held-out returns by sampling version: the last that learned of those so named."""
     known = branches_of(store)
     named = [item for item in known if policy in {None, item["Policy"]} and branch in {None, item["Branch"]}]
     chosen = max(named, key=lambda item: item["NewestMs"], default=None)

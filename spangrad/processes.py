@@ -333,12 +333,7 @@ def require_free_port(host: str, port: int, setting: str) -> None:
 
 
 def require_safe_bind(host: str, token: object | None, section: str) -> None:
-    """Refuse to bind beyond loopback without a token.
-
-    Args:
-        host: address to bind.
-        token: token that the server requires. None: it requires none.
-        section: section of the settings that has both.
+    """Refuse to bind beyond loopback without a token, by the section of the settings that has both.
 
     Raises:
         SpangradError: `host` is not loopback and there is no token.
@@ -374,13 +369,8 @@ def answers(url: str) -> bool:
 def lock_alone(file: int | IO[str], what: str, error: type[SpangradError]) -> bool:
     """Lock an open file for this process, until it is closed; return False if another process has locked it.
 
-    Args:
-        file: descriptor or file; it is closed where the file system has no locks.
-        what: name of the file in the error.
-        error: class of the error.
-
     Raises:
-        SpangradError: an `error`: the file system has no locks.
+        SpangradError: an `error`: the file system of `what` has no locks. The file is closed then.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

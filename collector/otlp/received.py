@@ -13,15 +13,10 @@ from spangrad.http.client_timeouts import arriving
 
 
 async def received(request: web.Request, most: int, charge: Charge) -> bytes:
-    """Return the whole body, as it was sent.
-
-    Args:
-        request: whose body is read.
-        most: bytes that it may have.
-        charge: of the request.
+    """Return the whole body of a request, as it was sent.
 
     Raises:
-        TooLargeError: the body has more.
+        TooLargeError: the body has more than `most` bytes.
         QueueFullError: the budget is spent.
         TooSlowError: the body arrives too slowly.
     """

@@ -77,11 +77,9 @@ class Rows:
 
 
 def encode_traces(request: ExportTraceServiceRequest, selection: Mapping[tuple[int, int], Sequence[int]] | None = None) -> Rows:
-    """Encode spans of a request as rows of otel.otel_traces.
+    """Encode spans of a request as rows of otel.otel_traces: all of them, or those of a selection.
 
-    Args:
-        request: the whole request.
-        selection: indices of spans, by the indices of their resource and scope, all from 0. None: every span.
+    A selection has indices of spans, by the indices of their resource and scope, all from 0.
     """
     out: list[bytes] = []
     dropped: list[bytes] = []

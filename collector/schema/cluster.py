@@ -100,10 +100,7 @@ class Layout:
         return _outside_literals(sql, _global) if self.sharded else sql
 
     def statements(self, statements: list[str]) -> list[str]:
-        """Return the statements that do in this layout what the statements for one server do.
-
-        Args:
-            statements: without comments.
+        """Return the statements, without comments, that do in this layout what those for one server do.
 
         Raises:
             StoreError: a statement is of an unknown kind, or a table has no sharding key.

@@ -24,12 +24,9 @@ def meanings() -> dict[str, dict[str, str]]:
 
 
 def comment_columns(execute: Callable[[str], str], layout: Layout, tables: Collection[str]) -> None:
-    """Write the comments that are not those of the store yet, a statement a table.
+    """Write the comments of these public tables that are not those of the store yet, a statement a table.
 
-    Args:
-        execute: runs a statement on the store, and returns its rows as TabSeparated text.
-        layout: of its servers.
-        tables: names of the public tables. A user's own in the same database keep their comments.
+    A user's own tables in the same database keep their comments.
 
     Raises:
         StoreError: the store refused a statement.

@@ -115,13 +115,7 @@ def preamble(layout: Layout) -> list[str]:
 
 
 def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: Callable[[str], None] = logger.info) -> list[Migration]:
-    """Apply the migrations that are new or incomplete, in order, and write the comments of columns that lack theirs.
-
-    Args:
-        execute: runs a statement on the store.
-        layout: of its servers.
-        directory: of the SQL files.
-        report: called with a line for each migration.
+    """Apply the migrations of a directory that are new or incomplete, in order, and write the comments of columns that lack theirs.
 
     Returns:
         The migrations that were applied now.
@@ -156,11 +150,7 @@ def migrate(execute: Execute, layout: Layout, directory: Path = SCHEMA, report: 
 def pending(execute: Execute, layout: Layout, directory: Path = SCHEMA, *, incomplete: bool = True) -> list[Migration]:
     """Return the migrations that are not applied yet, in order; change nothing.
 
-    Args:
-        execute: runs a statement on the store.
-        layout: of its servers.
-        directory: of the SQL files.
-        incomplete: include incomplete migrations. A user sees only tables that it may use: one who only inserts misses most.
+    Without `incomplete`, only new ones: a user who may only insert sees few tables, so that most migrations would look incomplete.
 
     Raises:
         StoreError: as for `migrate`.

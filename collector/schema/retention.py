@@ -105,17 +105,9 @@ def expire(
     report: Callable[[str], None] = logger.info,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
-    """Delete the rows older than a point in time; return when they are gone.
+    """Delete the rows older than a point in time, in seconds since 1970; return their number by table once they are gone.
 
-    Args:
-        execute: runs a statement on the store.
-        before: the point, in seconds since 1970.
-        layout: of the store's servers.
-        report: called with a line for each table.
-        stop: when set, end before the next statement; a deletion that has begun goes on.
-
-    Returns:
-        The number of rows that were deleted, by table; rows that replace each other are counted each.
+    Rows that replace each other are counted each. Once `stop` is set, no further statement begins; a deletion that has begun goes on.
 
     Raises:
         StoreError: the store refused a statement, or a deletion failed.

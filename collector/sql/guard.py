@@ -88,12 +88,7 @@ class StatementGuard:
         self._engine = re.compile(rf"{_SPACE}=?{_SPACE}(?:[`\"\u201c]?(?:{names})\b|[`\"]\w*+\\|/\*|--|//|\#)")
 
     def check(self, sql: str, parameters: Iterable[str] = (), structures: Iterable[str] = ()) -> None:
-        """Raise if a statement uses a name that is refused.
-
-        Args:
-            sql: the statement.
-            parameters: values of its parameters, which may be names.
-            structures: of tables that come with it: columns, which may have defaults.
+        """Raise if a statement uses a name that is refused, or a parameter of it, or the structure of a table that comes with it, does.
 
         Raises:
             ForbiddenError: it does; the message has the name.

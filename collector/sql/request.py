@@ -95,13 +95,7 @@ class Statement:
 def read_statement(
     parameters: Mapping[str, str], headers: Mapping[str, str], body: bytes, files: Mapping[str, bytes] | None = None
 ) -> Statement:
-    """Parse a request.
-
-    Args:
-        parameters: of the URL, or of the URL and a form.
-        headers: of the request; names in any case.
-        body: unpacked.
-        files: of a form, by name: tables that the statement may read.
+    """Parse a request: an unpacked body, parameters of a URL or a form, and files of a form, which are tables that the statement may read.
 
     Raises:
         BadRequestError: the statement is empty, it, a parameter or the name of a file is not UTF-8, the name of a setting or the session's

@@ -215,12 +215,7 @@ class Ingest:
         self._decoders = ThreadPoolExecutor(DECODERS, "decode")
 
     async def store(self, inserter: Inserter[B], prepare: Callable[[], B], charge: Charge) -> Refused:
-        """Prepare a body on a decoding thread, and wait for its commit.
-
-        Args:
-            inserter: `traces` or `logs`.
-            prepare: makes the inserter's body of the bytes; its exceptions are raised here.
-            charge: of the request; kept until the body is committed or failed.
+        """Prepare a body on a decoding thread, whose errors are raised here, and wait for its commit, until which the charge is kept.
 
         Raises:
             QueueFullError: the store is stopping.

@@ -66,14 +66,9 @@ class Journal:
         return self._end - _HEAD
 
     def append(self, bodies: Sequence[bytes], others: int = 0) -> list[int]:
-        """Append bodies, none of them empty: all of them, or none.
+        """Append bodies, none of them empty: all of them, or none. Return the offset at which each begins.
 
-        Args:
-            bodies: to write.
-            others: bytes in other journals of this disk.
-
-        Returns:
-            The offset at which each body begins.
+        Other journals of this disk hold `others` bytes.
 
         Raises:
             OSError: there is no room, or the disk fails.

@@ -79,11 +79,9 @@ class PendingBatch:
         return self._spans >= MAX_SPANS or self.size >= MAX_BYTES
 
     def take(self, bodies: Sequence[TraceBody], others: int) -> None:
-        """Add bodies to the batch: on return they are in the journal.
+        """Add bodies to the batch, all or none: on return they are in the journal.
 
-        Args:
-            bodies: all or none of them are taken.
-            others: bytes that wait in other journals, and will need space in the tables too.
+        Other journals hold `others` bytes, which will need space in the tables too.
 
         Raises:
             EngineRefusedError: none of them was taken.

@@ -29,12 +29,7 @@ _ALL = "SETTINGS limit = 0, offset = 0, max_threads = 1"
 def require_held(handle: Handle, staged: str, sent: int, what: str, why: str) -> None:
     """Raise unless a table in memory holds all rows that were sent: rows that it can't hold are left out without an error.
 
-    Args:
-        handle: the handle that has the temporary table.
-        staged: the table, and a condition of its rows, as after FROM.
-        sent: number of rows that there must be.
-        what: noun for the rows, for the error.
-        why: reason why there may be fewer, and what to do then, for the error.
+    The table is given with a condition, as after FROM. The error names `what` the rows are, and `why` there may be fewer, with a remedy.
 
     Raises:
         EngineRefusedError: there are more or fewer.

@@ -177,11 +177,7 @@ def table(report: dict[str, Any]) -> Table:
 def plot(path: Path, steps: Sequence[DemoStep], held_out: float, stages: Sequence[Sequence[float]]) -> None:
     """Plot success rate and mean reward by step, below them the seconds of each step by stage, and save the image.
 
-    Args:
-        path: file of the image.
-        steps: steps of the demo.
-        held_out: success rate of the last version on held-out rollouts.
-        stages: of each version its number and the seconds of each of STAGES.
+    Of each version, `stages` has the number and the seconds of each of STAGES.
     """
     import matplotlib as mpl
 

@@ -95,10 +95,7 @@ class TrainingSupervisor(Supervisor):
         self._gateway = settings.gateway
 
     def served(self, policy: str | None = None) -> int:
-        """Return the version of a policy that the gateway serves, or -1 while it serves none.
-
-        Args:
-            policy: its name. None: the gateway's own.
+        """Return the version of a policy (None: the gateway's own) that the gateway serves, or -1 while it serves none.
 
         Raises:
             SpangradError: a service died.
@@ -108,11 +105,7 @@ class TrainingSupervisor(Supervisor):
         return -1 if version is None else version
 
     async def wait_for_version(self, version: int, policy: str | None = None) -> None:
-        """Wait until the gateway serves this version or a newer one.
-
-        Args:
-            version: number of the version.
-            policy: its name. None: the gateway's own.
+        """Wait until the gateway serves this version of a policy (None: its own), or a newer one.
 
         Raises:
             SpangradError: a service died, or the version is not served after STEP_TIMEOUT_SECONDS.

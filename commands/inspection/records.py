@@ -47,13 +47,7 @@ def read_record(client: Client, settings: Settings, id_: str, attempt: int | Non
 
 
 def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[CallMessages]:
-    """Return the messages of each call, in the order of the calls.
-
-    Args:
-        client: client of the store.
-        url: URL of the store, for messages of errors.
-        calls: TraceId, SpanId, ChoiceIndex and Timestamp of each call.
-    """
+    """Return the messages of each call (TraceId, SpanId, ChoiceIndex and Timestamp), in the order of the calls."""
     from page.rollouts.conversation import CallMessages
     from transition_builder.dialects.messages import Dialogue
     from transition_builder.export.call_texts import read_dialogues

@@ -20,11 +20,7 @@ _KINDS = {
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, agent and tool of each span, empty where no dialect knows them.
-
-    Args:
-        rows: spans as rows of spangrad.rollout_spans.
-    """
+    """Yield kind, agent and tool of each span, a row of spangrad.rollout_spans; empty where no dialect knows them."""
     import polars as pl
 
     from transition_builder import dialects

@@ -40,12 +40,7 @@ Show = Callable[[str, Mapping[str, Any]], None]
 
 
 def factory_named(reference: str, directory: Path, token: SecretStr | None) -> Callable[[], Environment]:
-    """Return the function that creates an environment.
-
-    Args:
-        reference: reference as a command line has it.
-        directory: directory where modules are looked up first; it becomes part of the process's path.
-        token: token of servers of environments. None: they ask for none.
+    """Return the function that creates an environment. The directory, where modules are looked up first, becomes part of the path.
 
     Raises:
         AgentError: the reference names no environment.

@@ -69,11 +69,7 @@ class ActionRunner:
         self._sender = LogSender(settings.store)
 
     def run(self, request: Request, address: str) -> str:
-        """Carry out an action; return a sentence on what was done.
-
-        Args:
-            request: the request.
-            address: network address of the person's browser.
+        """Carry out an action of the person at a network address; return a sentence on what was done.
 
         Raises:
             SpangradError: it could not be written down, or not be done.

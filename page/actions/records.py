@@ -48,14 +48,7 @@ class LogSender:
         self._service = RemoteService("the span store's receiver", store.otlp_endpoint, store.token, StoreError, remedy)
 
     def send(self, event: str, attributes: Mapping[str, Value], *, body: str = "", trace: str = "", span: str = "") -> None:
-        """Send one record, and wait until the store has it.
-
-        Args:
-            event: name of the event.
-            attributes: attributes of the record; empty texts are left out.
-            body: text of the record.
-            trace: id of the trace that it is on, in hexadecimal; empty: none.
-            span: id of the span that it is on, in hexadecimal; empty: none.
+        """Send one record, on a span if its ids are given (in hexadecimal), and wait until the store has it; empty attributes are left out.
 
         Raises:
             StoreError: the store does not answer, or refuses.
@@ -69,15 +62,7 @@ class LogSender:
 
 
 def record_action(sender: LogSender, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
-    """Write a request for an action, or its outcome, to the store.
-
-    Args:
-        sender: sender of the record.
-        id_: id of the action.
-        request: the request.
-        address: network address of the person's browser.
-        outcome: asked, done or failed.
-        sentence: sentence on what came of it.
+    """Write to the store that an action was asked for, is done or has failed, with a sentence on it.
 
     Raises:
         StoreError: the store does not answer, or refuses.
@@ -99,12 +84,8 @@ def record_action(sender: LogSender, id_: str, request: Request, address: str, o
 def actions_view(store: PageStore, after: str) -> dict[str, Any]:
     """Return a page of the actions, the newest first, each with author, arguments and outcome, and the cursor of what follows.
 
-    Args:
-        store: store of the records.
-        after: cursor of the page before; empty: the list begins.
-
     Raises:
-        ValueError: the cursor is none of this list.
+        ValueError: the cursor of the page before is none of this list.
     """
     asked_ms, id_ = decode_cursor(after, int, str) if after else (2**62, "")
     place = {"asked_ms": asked_ms, "id": id_, "most": ROWS + 1}

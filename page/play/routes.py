@@ -47,15 +47,7 @@ class PlayRoutes:
         gateway: GatewaySettings,
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            access: decides which requests may act.
-            sessions: sessions of the page. None: it offers no actions.
-            environments: names of the environments that can be played.
-            gateway: settings of the gateway, whose policies play.
-            in_thread: returns the result of a function that waits.
-        """
+        """Store the arguments. Without sessions the page offers no actions; `in_thread` returns the result of a function that waits."""
         self._access = access
         self._sessions = sessions
         self._environments = environments

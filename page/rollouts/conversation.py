@@ -37,12 +37,7 @@ ReadMessages = Callable[["Client", str, Sequence[Mapping[str, Any]]], Sequence[C
 
 
 def turns(calls: Sequence[CallMessages], known: int) -> list[dict[str, Any]]:
-    """Return a turn for each call.
-
-    Args:
-        calls: messages of calls, in order.
-        known: number of calls at the beginning that others are only compared with.
-    """
+    """Return a turn for each call, in order, after the first `known`, which others are only compared with."""
     ends: list[list[str]] = []
     result: list[dict[str, Any]] = []
     for index, call in enumerate(calls):

@@ -104,12 +104,7 @@ class WatchApp(App[None]):
     ]
 
     def __init__(self, readers: WatchReaders, seconds: float = FRESH_SECONDS) -> None:
-        """Store the arguments.
-
-        Args:
-            readers: reads of the app.
-            seconds: time between two readings, in seconds.
-        """
+        """Store the arguments; the time between two readings is in seconds."""
         super().__init__()
         self._readers = readers
         self._seconds = seconds

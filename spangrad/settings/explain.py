@@ -25,12 +25,7 @@ _UNITS = {"seconds": "seconds", "days": "days", "ms": "milliseconds", "bytes": "
 
 
 def explain_key(key: str, flags: Mapping[str, object] | None = None, *, file: Path | None = None) -> list[str]:
-    """Return the lines that explain a setting, or that list a section's settings.
-
-    Args:
-        key: dotted key of a setting or of a section.
-        flags: as for `load_settings`.
-        file: as for `load_settings`.
+    """Return the lines that explain a setting, or that list a section's settings; arguments as for `load_settings`.
 
     Raises:
         SettingsError: the key is unknown, or the settings are not valid.

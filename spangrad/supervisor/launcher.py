@@ -67,11 +67,7 @@ class LocalProcess(Child):
     """Process of a service on this machine: a child of this process, which must be started and watched by one thread."""
 
     def __init__(self, service: ServiceSpec, *, inherit_settings: bool = True) -> None:
-        """Start the service.
-
-        Args:
-            service: service to start.
-            inherit_settings: False hides this process's SPANGRAD_ variables from it.
+        """Start the service; it sees this process's SPANGRAD_ variables only if it is to inherit the settings.
 
         Raises:
             SpangradError: its URL answers already, so that another process would count as this service.

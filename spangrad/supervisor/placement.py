@@ -67,13 +67,9 @@ class Node:
 
 
 def cluster_values(settings: Settings, home: str) -> dict[str, object]:
-    """Return the values of settings that change in a cluster, by dotted key.
+    """Return the values of settings that change in a cluster whose home node has an address, by dotted key.
 
     Servers bind the address of their node, and engines register themselves. A URL that names another machine stays.
-
-    Args:
-        settings: settings as on one machine.
-        home: address of the home node.
     """
     store, queue, gateway, engine, trainer = settings.store, settings.queue, settings.gateway, settings.engine, settings.trainer
     values: dict[str, object] = {}
@@ -150,13 +146,7 @@ def placement(settings: Settings, services: Sequence[ServiceSpec], *, gpus: bool
 
 
 def lacking(groups: Sequence[BundleGroup], nodes: Sequence[Node], home: str) -> list[Bundle]:
-    """Return the bundles for which the nodes are too few or too small, even if nothing else ran on them.
-
-    Args:
-        groups: groups in the order in which they are reserved.
-        nodes: nodes of the cluster.
-        home: id of the home node.
-    """
+    """Return the bundles for which the nodes are too few or too small, even if nothing else ran on them; `home` is the id of a node."""
     free = {node.id: dict(node.resources) for node in nodes}
     missing: list[Bundle] = []
     for group in groups:

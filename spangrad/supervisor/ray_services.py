@@ -46,12 +46,7 @@ class ServiceActor:
     """Actor that runs a service as its child. Its only thread is the one that started the service, as `LocalProcess` requires."""
 
     def __init__(self, service: ServiceSpec, directory: str) -> None:
-        """Start the service.
-
-        Args:
-            service: service whose command, environment and URL may hold the texts `NODE` and `CLUSTER`.
-            directory: working directory.
-        """
+        """Start the service in a directory; its command, environment and URL may hold the texts `NODE` and `CLUSTER`."""
         import ray
 
         os.chdir(directory)
@@ -203,15 +198,10 @@ class RayCluster:
         return next((node for node in nodes if node.id == own), None) or next(node for node in nodes if _HEAD in node.resources)
 
     def reserve(self, groups: Sequence[BundleGroup], on_event: Callable[[str], None], seconds: float = PLACE_SECONDS) -> None:
-        """Reserve the bundles of all groups, and report where they are; those of the trainer's ranks are released again.
-
-        Args:
-            groups: groups in the order in which they are reserved.
-            on_event: called with a line of text about what is waited for, and about each service's node.
-            seconds: longest wait since the last node joined.
+        """Reserve the bundles of all groups, in order, and report where they are; those of the trainer's ranks are released again.
 
         Raises:
-            SpangradError: the cluster lacks resources, and no node has joined for so long.
+            SpangradError: the cluster lacks resources, and no node has joined for so many seconds.
         """
         from ray.util.placement_group import placement_group, placement_group_table
 

@@ -112,11 +112,7 @@ def kind_of(name: str) -> str:
 
 
 def stop_order(services: tuple[ServiceSpec, ...]) -> list[list[ServiceSpec]]:
-    """Return groups of services that are stopped together: replicas of a kind, the last started first.
-
-    Args:
-        services: services in the order of their start.
-    """
+    """Return groups of services that are stopped together: replicas of a kind, the last started first."""
     groups: list[list[ServiceSpec]] = []
     for service in reversed(services):
         last = groups[-1] if groups else []
@@ -128,11 +124,7 @@ def stop_order(services: tuple[ServiceSpec, ...]) -> list[list[ServiceSpec]]:
 
 
 def stop_seconds(graces: Iterable[tuple[str, float]]) -> float:
-    """Return the longest time in which services end, in seconds, kind after kind.
-
-    Args:
-        graces: name and grace of each service.
-    """
+    """Return the longest time in which services end, in seconds, kind after kind, from the name and the grace of each."""
     longest = dict[str, float]()
     for name, grace in graces:
         longest[kind_of(name)] = max(grace, longest.get(kind_of(name), 0.0))

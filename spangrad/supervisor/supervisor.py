@@ -66,14 +66,7 @@ class Supervisor:
         policy: RestartPolicy = NEVER,
         launch: Launcher = LocalProcess,
     ) -> None:
-        """Store the arguments; `start` or `poll` starts the services.
-
-        Args:
-            services: services to run.
-            on_event: called with a line of text about each change.
-            policy: rule for services that end.
-            launch: starts the process of a service.
-        """
+        """Store the arguments; `start` or `poll` starts the services. A line of text about each change goes to `on_event`."""
         self._all = {service.name: _Supervised(service) for service in start_order(tuple(services))}
         self._on_event = on_event
         self._policy = policy
@@ -171,11 +164,7 @@ class Supervisor:
         self._stop([self._all[name]])
 
     def stop_all(self, on_change: Callable[[], None] = lambda: None) -> None:
-        """Stop every service, the last started first, and replicas of a kind at the same time.
-
-        Args:
-            on_change: called whenever services are asked to end.
-        """
+        """Stop every service, the last started first, and replicas of a kind at once; call `on_change` whenever some are asked to end."""
         for group in stop_order(tuple(supervised.service for supervised in self._all.values())):
             self._stop([self._all[service.name] for service in group], on_change)
 
