@@ -18,6 +18,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from collector.otlp.requests import TraceBody
+from collector.sql.pipe import wake
 from collector.write.ingest import Refused
 from spangrad import semconv
 from spangrad.http.server import json_response, refusal
@@ -133,9 +134,4 @@ def topics_of_logs(bodies: Sequence[object]) -> Sequence[Topic]:
 
 def _wake(waiters: Iterable[_Waiter]) -> None:
     for waiter in waiters:
-        waiter.loop.call_soon_threadsafe(_set, waiter.woken)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+        waiter.loop.call_soon_threadsafe(wake, waiter.woken)

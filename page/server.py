@@ -176,7 +176,10 @@ class _Page:
         return web.Response(text="ok\n")
 
     async def _json(self, answer: Answer, request: web.Request) -> web.Response:
-        content = await self._in_thread(lambda: _encoded(answer(request.query)))
+        def encoded() -> bytes | None:
+            return None if (value := answer(request.query)) is None else encode(value)
+
+        content = await self._in_thread(encoded)
         return error_answer(_ABSENT, 404) if content is None else json_answer(content)
 
     async def _overview_json(self, request: web.Request) -> web.Response:
@@ -241,7 +244,3 @@ def _reset(request: web.Request) -> None:
     if request.transport is not None:
         request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
-
-
-def _encoded(value: Any) -> bytes | None:
-    return None if value is None else encode(value)

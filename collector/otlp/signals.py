@@ -15,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from collector.otlp.decode import decode
 from collector.otlp.requests import trace_body
-from collector.otlp.rows import Rows, encode_logs
+from collector.otlp.rows import encode_logs
 from collector.write.ingest import Body, Charge, Ingest, Inserter
 
 
@@ -48,9 +48,11 @@ class Signal:
         return self.response(partial_success={self.rejected_field: refused.count, "error_message": refused.reason})
 
 
-def _log_rows(request: ExportLogsServiceRequest, _: bytes) -> Rows:
-    return encode_logs(request)
-
-
 TRACES = Signal(ExportTraceServiceRequest, ExportTraceServiceResponse, trace_body, "rejected_spans", lambda ingest: ingest.traces)
-LOGS = Signal(ExportLogsServiceRequest, ExportLogsServiceResponse, _log_rows, "rejected_log_records", lambda ingest: ingest.logs)
+LOGS = Signal(
+    ExportLogsServiceRequest,
+    ExportLogsServiceResponse,
+    lambda request, _: encode_logs(request),
+    "rejected_log_records",
+    lambda ingest: ingest.logs,
+)

@@ -46,7 +46,7 @@ async def start_play(settings: Settings, request: PlayRequest) -> PlayProcess:
         episode=episode_against(runner.episode.model_dump(), request.policy),
         url=settings.gateway.url.rstrip("/") + "/v1",
         key=_of_agents(settings.gateway.token) or "none",
-        environments_token=_secret(settings.environments.token),
+        environments_token=token.get_secret_value() if (token := settings.environments.token) else None,
         otlp_endpoint=settings.store.otlp_endpoint,
         otlp_token=_of_agents(settings.store.token),
     )
@@ -102,10 +102,6 @@ class PlayProcess:
             kill_group(self._group)
             self._group = None
         await self._process.wait()
-
-
-def _secret(value: SecretStr | None) -> str | None:
-    return None if value is None else value.get_secret_value()
 
 
 def _of_agents(token: SecretStr | None) -> str | None:

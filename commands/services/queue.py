@@ -101,7 +101,8 @@ def _show(rollout: str, /, *, config: ConfigFile = None, set_: Overrides = None)
     print(f"state     {shown.state}, {counted(shown.attempts_left, 'attempt')} left, {shown.timeout_seconds:g} s each")
     rows = [
         (
-            *(attempt.attempt, attempt.worker, _time(attempt.began_at), _seconds(attempt), _end(attempt)),
+            *(attempt.attempt, attempt.worker, f"{datetime.fromtimestamp(attempt.began_at, UTC):%Y-%m-%d %H:%M:%S UTC}"),
+            *("-" if attempt.seconds is None else f"{attempt.seconds:.1f}", _end(attempt)),
             *("-" if attempt.calls is None else attempt.calls, attempt.detail or _rewards(attempt)),
         )
         for attempt in shown.attempts
@@ -245,13 +246,5 @@ def _end(attempt: AttemptRecord) -> str:
     return attempt.reason.value if attempt.reason else "succeeded"
 
 
-def _seconds(attempt: AttemptRecord) -> str:
-    return "-" if attempt.seconds is None else f"{attempt.seconds:.1f}"
-
-
 def _rewards(attempt: AttemptRecord) -> str:
     return " ".join(f"{name}{f'[{role}]' if role else ''}={value:g}" for name, role, value in entries(attempt.rewards or {}))
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

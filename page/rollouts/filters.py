@@ -69,7 +69,8 @@ class RolloutFilter:
         for field in fields(RolloutFilter):
             text = query.get(field.name, "")
             if text.strip():
-                values[field.name] = _READERS.get(field.name, _text)(field.name, text)
+                read = _READERS.get(field.name)
+                values[field.name] = read(field.name, text) if read else text
         return RolloutFilter(**values)
 
     def condition(self) -> tuple[str, dict[str, Any]]:
@@ -165,10 +166,6 @@ def _choice(name: str, text: str) -> bool:
     if text not in {"yes", "no"}:
         raise ValueError(f"{name} = {text[:80]!r} is neither yes nor no.")
     return text == "yes"
-
-
-def _text(name: str, text: str) -> str:
-    return text
 
 
 _READERS = {"version": _version, "reward_from": _number, "reward_to": _number, "failed": _choice, "failed_tool": _choice}

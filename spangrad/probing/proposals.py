@@ -87,7 +87,9 @@ def propose(model: ModelFacts, machine: MachineFacts, ports: Ports) -> list[Prop
         *_engine(model, machine, context),
         Proposal("engine.port", ports.engine, "a free port"),
         Proposal("trainer.model", directory, "training begins with these weights"),
-        *_trainer(machine),
+        Proposal("runner.group_size", 8, "rollouts of a task that are compared with each other"),
+        Proposal("trainer.sampling.groups_per_batch", 4, "groups of one training step"),
+        Proposal("runner.concurrency", 16 if not machine.gpus else 64, "rollouts that run at the same time"),
         *_addresses(ports),
     ]
 
@@ -125,14 +127,6 @@ def _engine(model: ModelFacts, machine: MachineFacts, context: int) -> list[Prop
         reason = f"{size // width} tokens of all calls in flight; {size_text(machine.memory_bytes)} of memory are free"
         proposals.append(Proposal("engine.kv_cache_bytes", size, reason))
     return proposals
-
-
-def _trainer(machine: MachineFacts) -> list[Proposal]:
-    return [
-        Proposal("runner.group_size", 8, "rollouts of a task that are compared with each other"),
-        Proposal("trainer.sampling.groups_per_batch", 4, "groups of one training step"),
-        Proposal("runner.concurrency", 16 if not machine.gpus else 64, "rollouts that run at the same time"),
-    ]
 
 
 def _addresses(ports: Ports) -> list[Proposal]:

@@ -8,41 +8,19 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from spangrad.settings.builder import TOOL_KINDS, AirRule, BuilderSettings, Selection
+from spangrad.settings.builder import AirRule as AirRule
+from spangrad.settings.builder import BuilderSettings
+from spangrad.settings.builder import Selection as Selection
 from spangrad.settings.finetune import FinetuneSettings
-from spangrad.settings.gateway import BackendSettings, ClientSettings, EngineSettings, GatewaySettings
+from spangrad.settings.gateway import BackendSettings as BackendSettings
+from spangrad.settings.gateway import ClientSettings as ClientSettings
+from spangrad.settings.gateway import EngineSettings, GatewaySettings
 from spangrad.settings.prompts import PromptSettings
 from spangrad.settings.runner import RunnerSettings
 from spangrad.settings.services import EnvironmentServiceSettings, PageSettings, QueueSettings, RewardServiceSettings, ToolServiceSettings
 from spangrad.settings.store import CollectorSettings, StoreSettings
 from spangrad.settings.supervisor import UpSettings
 from spangrad.settings.trainer import TrainerSettings
-
-__all__ = [
-    "ENV_NESTING",
-    "ENV_PREFIX",
-    "TOOL_KINDS",
-    "AirRule",
-    "BackendSettings",
-    "BuilderSettings",
-    "ClientSettings",
-    "CollectorSettings",
-    "EngineSettings",
-    "EnvironmentServiceSettings",
-    "FinetuneSettings",
-    "GatewaySettings",
-    "PageSettings",
-    "PromptSettings",
-    "QueueSettings",
-    "RewardServiceSettings",
-    "RunnerSettings",
-    "Selection",
-    "Settings",
-    "StoreSettings",
-    "ToolServiceSettings",
-    "TrainerSettings",
-    "UpSettings",
-]
 
 ENV_PREFIX = "SPANGRAD_"
 ENV_NESTING = "__"
