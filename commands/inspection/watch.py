@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from commands.options import ConfigFile, Overrides, resolve
 from commands.stopped_store import answering_store
 from spangrad.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from page.reading import PageStore
-    from page.watch.app import WatchReaders, WatchState
+    from page.watch.app import ReadFate, ReadState
     from spangrad.settings import Settings
 
 
@@ -33,28 +31,27 @@ def watch(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     with answering_store(settings.store) as answering:
         opened = settings.model_copy(update={"store": answering})
         with closing(PageStore(answering)) as store:
-            WatchApp(watch_readers(opened, store)).run()
+            WatchApp(*watch_readers(opened, store)).run()
 
 
-def watch_readers(settings: Settings, store: PageStore) -> WatchReaders:
+def watch_readers(settings: Settings, store: PageStore) -> tuple[ReadState, ReadFate]:
     """Return the reads of the view over a store."""
     from commands.inspection.records import read_record
     from page.overview import OverviewReader
     from page.rollouts.filters import RolloutFilter, RolloutOrder
     from page.rollouts.listing import page_of
-    from page.watch.app import WatchReaders, WatchState
     from spangrad.store.rollout.why import explain
 
     overview = OverviewReader(store, settings)
 
-    def state(text: str, only_failed: bool) -> WatchState:
+    def read_state(text: str, only_failed: bool) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         shown = overview.read()
         if "error" in shown:
-            return WatchState(shown)
-        return WatchState(shown, page_of(store, RolloutFilter(text=text or None, failed=only_failed or None), RolloutOrder())["rows"])
+            return shown, []
+        return shown, page_of(store, RolloutFilter(text=text or None, failed=only_failed or None), RolloutOrder())["rows"]
 
-    def why(rollout: str) -> Sequence[str]:
+    def read_fate(rollout: str) -> list[str]:
         record = store.read(lambda client: read_record(client, settings, rollout))
         return [line for line in explain(record, settings) if line]
 
-    return WatchReaders(state, why)
+    return read_state, read_fate

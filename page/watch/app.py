@@ -7,7 +7,6 @@ the screen, not the end of the app.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -26,29 +25,13 @@ from spangrad.errors import SpangradError
 
 _READ = "read"
 """Group of the workers that read the overview."""
+ReadState = Callable[[str, bool], tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
+"""Function from a text in ids (empty: any), and whether only failed rollouts are shown, to the overview and the newest of those rollouts.
 
-
-@dataclass(frozen=True, slots=True)
-class WatchState:
-    """Result of one reading."""
-
-    overview: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]] = ()
-    """The newest rollouts that meet the filter, newest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class WatchReaders:
-    """Reads of the app; each may block.
-
-    Raises:
-        SpangradError: the store does not answer, or refuses.
-    """
-
-    state: Callable[[str, bool], WatchState]
-    """Function from a text in ids (empty: any) and whether only failed rollouts are shown to the state."""
-    why: Callable[[str], Sequence[str]]
-    """Function from the id of a rollout to sentences on its fate."""
+It may block, and raises a SpangradError where the store does not answer or refuses.
+"""
+ReadFate = Callable[[str], Sequence[str]]
+"""Function from the id of a rollout to sentences on its fate; likewise."""
 
 
 class RolloutScreen(ModalScreen[None]):
@@ -56,10 +39,10 @@ class RolloutScreen(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,enter", "dismiss", "Back")]
 
-    def __init__(self, rollout: str, readers: WatchReaders) -> None:
+    def __init__(self, rollout: str, read_fate: ReadFate) -> None:
         super().__init__()
         self._rollout = rollout
-        self._readers = readers
+        self._read_fate = read_fate
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
@@ -75,7 +58,7 @@ class RolloutScreen(ModalScreen[None]):
     @work(thread=True, exclusive=True)
     def _read(self) -> None:
         try:
-            text = "\n\n".join(cells.visible(sentence) for sentence in self._readers.why(self._rollout))
+            text = "\n\n".join(cells.visible(sentence) for sentence in self._read_fate(self._rollout))
         except SpangradError as error:
             text = cells.visible(str(error))
         self.app.call_from_thread(lambda: self.query_one("#sentences", Static).update(Text(text)))
@@ -103,10 +86,11 @@ class WatchApp(App[None]):
         Binding("r", "refresh_now", "Read now"),
     ]
 
-    def __init__(self, readers: WatchReaders, seconds: float = FRESH_SECONDS) -> None:
+    def __init__(self, read_state: ReadState, read_fate: ReadFate, seconds: float = FRESH_SECONDS) -> None:
         """Store the arguments; the time between two readings is in seconds."""
         super().__init__()
-        self._readers = readers
+        self._read_state = read_state
+        self._read_fate = read_fate
         self._seconds = seconds
         self._text = ""
         self._only_failed = False
@@ -159,7 +143,7 @@ class WatchApp(App[None]):
         """Open the rollout."""
         rollout = self._rollouts.get(str(event.row_key.value))
         if rollout is not None:  # a reading may have removed the row meanwhile
-            self.push_screen(RolloutScreen(rollout, self._readers))
+            self.push_screen(RolloutScreen(rollout, self._read_fate))
 
     def _read_again(self) -> None:
         """Read, unless a reading is in progress: a slow store is not queried more often than it answers."""
@@ -171,7 +155,7 @@ class WatchApp(App[None]):
         """Read, and show what was read, unless the app is ending, or another reading has been started meanwhile: its filter may differ."""
         worker = get_current_worker()
         try:
-            show = partial(self._show, self._readers.state(self._text, self._only_failed))
+            show = partial(self._show, *self._read_state(self._text, self._only_failed))
         except SpangradError as error:
             show = partial(self._show_problem, cells.visible(str(error)))
         self.call_from_thread(lambda: show() if self.is_running and not worker.is_cancelled else None)
@@ -181,25 +165,25 @@ class WatchApp(App[None]):
         line.update(problem)
         line.display = bool(problem)
 
-    def _show(self, state: WatchState) -> None:
-        self._show_problem(cells.visible(state.overview.get("error", "")))
-        self.query_one("#services", Static).update(Text(cells.service_lines(state.overview)))
-        if "error" in state.overview:
+    def _show(self, overview: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+        self._show_problem(cells.visible(overview.get("error", "")))
+        self.query_one("#services", Static).update(Text(cells.service_lines(overview)))
+        if "error" in overview:
             return  # what was read before stays
         texts = {
-            "rollouts": cells.rollout_lines(state.overview),
-            "drops": cells.drop_lines(state.overview),
-            "version": cells.version_lines(state.overview),
+            "rollouts": cells.rollout_lines(overview),
+            "drops": cells.drop_lines(overview),
+            "version": cells.version_lines(overview),
         }
         for name, text in texts.items():
             self.query_one(f"#{name}", Static).update(Text(text))
-        self.query_one("#returns", Sparkline).data = cells.returns(state.overview)
+        self.query_one("#returns", Sparkline).data = cells.returns(overview)
         table = self._table()
         chosen = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value if table.row_count else None
-        keys = ["\n".join((row["RolloutId"], row["RunId"], row["BuildSpec"])) for row in state.rows]
-        self._rollouts = {key: row["RolloutId"] for key, row in zip(keys, state.rows, strict=True)}
+        keys = ["\n".join((row["RolloutId"], row["RunId"], row["BuildSpec"])) for row in rows]
+        self._rollouts = {key: row["RolloutId"] for key, row in zip(keys, rows, strict=True)}
         table.clear()
-        for key, row in zip(keys, state.rows, strict=True):
+        for key, row in zip(keys, rows, strict=True):
             style = "" if row["Outcome"] == "succeeded" else "red"
             table.add_row(*(Text(cell, style=style) for cell in cells.row_cells(row)), key=key)
         if chosen in keys:

@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Input
 
 from commands.inspection.watch import watch_readers
 from page.reading import PageStore
-from page.watch.app import WatchApp, WatchReaders, WatchState
+from page.watch.app import WatchApp
 from page.watch.cells import COLUMNS, returns, rollout_lines, visible
 from spangrad.settings import GatewaySettings, Settings, StoreSettings
 from tests.support.built_rollouts import post, settings_of
@@ -24,6 +24,7 @@ from tests.support.spans import SpanFactory
 from transition_builder.loop import build_once
 
 RUN = "watched"
+State = tuple[dict[str, Any], list[dict[str, Any]]]
 HOSTILE = "[bold]x[/]\x1b[31m\u202e"
 COUNTS = {"Built": 1000, "Succeeded": 500, "Mean": 0.5, "NowMs": 0, "LastMs": 0, "Waiting": 0}
 OVERVIEW = {"services": [], "rollouts": COUNTS, "drops": [], "newest": None, "steps": []}
@@ -46,7 +47,7 @@ def settings(store: StoreSettings) -> Settings:
 @asynccontextmanager
 async def watching(settings: Settings) -> AsyncIterator[tuple[WatchApp, Pilot[None]]]:
     with closing(PageStore(settings.store)) as store:
-        app = WatchApp(watch_readers(settings, store), seconds=0.2)
+        app = WatchApp(*watch_readers(settings, store), seconds=0.2)
         async with app.run_test(size=(150, 30)) as pilot:
             yield app, pilot
 
@@ -147,13 +148,13 @@ def row(rollout: str) -> dict[str, Any]:
 async def test_watch_slow_reading_does_not_replace_that_of_a_newer_filter() -> None:
     began, answers = threading.Event(), threading.Event()
 
-    def state(text: str, only_failed: bool) -> WatchState:
+    def state(text: str, only_failed: bool) -> State:
         if not only_failed:
             began.set()
             answers.wait(60)
-        return WatchState(OVERVIEW, [row("failed" if only_failed else "any")])
+        return OVERVIEW, [row("failed" if only_failed else "any")]
 
-    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=3600)
+    app = WatchApp(state, lambda _: (), seconds=3600)
     async with app.run_test() as pilot:
         await until(pilot, began.is_set)
         await pilot.press("f")
@@ -166,12 +167,12 @@ async def test_watch_slow_reading_does_not_replace_that_of_a_newer_filter() -> N
 async def test_watch_slow_store_is_read_once_at_a_time() -> None:
     readings, answers = list[str](), threading.Event()
 
-    def state(text: str, only_failed: bool) -> WatchState:
+    def state(text: str, only_failed: bool) -> State:
         readings.append(text)
         answers.wait(60)
-        return WatchState(OVERVIEW, [row("slow")])
+        return OVERVIEW, [row("slow")]
 
-    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=0.02)
+    app = WatchApp(state, lambda _: (), seconds=0.02)
     async with app.run_test() as pilot:
         await until(pilot, lambda: bool(readings))
         await asyncio.sleep(0.5)
@@ -183,7 +184,7 @@ async def test_watch_slow_store_is_read_once_at_a_time() -> None:
 
 async def test_watch_selected_row_that_a_reading_removed_opens_nothing() -> None:
     rows = [row("old")]
-    app = WatchApp(WatchReaders(lambda text, only_failed: WatchState(OVERVIEW, list(rows)), lambda _: ()), seconds=0.02)
+    app = WatchApp(lambda text, only_failed: (OVERVIEW, list(rows)), lambda _: (), seconds=0.02)
     async with app.run_test() as pilot:
         await until(pilot, lambda: listed(app) == ["old"])
         table = app.query_one("#list", DataTable)
@@ -197,12 +198,12 @@ async def test_watch_selected_row_that_a_reading_removed_opens_nothing() -> None
 async def test_watch_reading_that_ends_while_the_app_does_shows_nothing() -> None:
     reading, ending = threading.Event(), threading.Event()
 
-    def state(text: str, only_failed: bool) -> WatchState:
+    def state(text: str, only_failed: bool) -> State:
         reading.set()
         ending.wait(60)
-        return WatchState(OVERVIEW, [row("late")])
+        return OVERVIEW, [row("late")]
 
-    app = WatchApp(WatchReaders(state, lambda _: ()), seconds=600)
+    app = WatchApp(state, lambda _: (), seconds=600)
     async with app.run_test() as pilot:
         await until(pilot, reading.is_set)
         app._running = False  # pyright: ignore[reportPrivateUsage] - as at the begin of its end: widgets are removed meanwhile
