@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar
 
 from grafana_foundation_sdk.builders import barchart, common, dashboard, stat, table, timeseries, trend
@@ -32,25 +31,16 @@ Panel: TypeAlias = builder.Builder[models.Panel]
 """Builder of a panel of any kind."""
 Links: TypeAlias = Mapping[str, tuple[str, str]]
 """Column name -> title and URL of its link."""
-
-
-class ResultFormat(IntEnum):
-    """Format of a query's result, with the numbers that the data source uses."""
-
-    TIME_SERIES = 0
-    TABLE = 1
-    TRACE = 3
-
-
-_QUERY_TYPE = {ResultFormat.TIME_SERIES: "timeseries", ResultFormat.TABLE: "table", ResultFormat.TRACE: "traces"}
+_FORMATS = {"timeseries": 0, "table": 1, "traces": 3}
+"""Type of a query -> the number that the data source has for the format of its result."""
 
 
 class Query(variants.Dataquery, builder.Builder[variants.Dataquery]):
     """Query of a panel, in the form that version 4 of the ClickHouse data source stores."""
 
-    def __init__(self, sql: str, format_: ResultFormat) -> None:
+    def __init__(self, sql: str, type_: str = "table") -> None:
         self._sql = sql
-        self._format = format_
+        self._type = type_
 
     def build(self) -> variants.Dataquery:
         """Return the query itself, as the SDK's builder interface requires."""
@@ -61,9 +51,9 @@ class Query(variants.Dataquery, builder.Builder[variants.Dataquery]):
         return {
             "datasource": SOURCE,
             "editorType": "sql",
-            "format": int(self._format),
+            "format": _FORMATS[self._type],
             "pluginVersion": "4.0.0",
-            "queryType": _QUERY_TYPE[self._format],
+            "queryType": self._type,
             "rawSql": inspect.cleandoc(self._sql),
             "refId": "A",
         }
@@ -120,7 +110,7 @@ def over_versions(
 
     `right` is the name and the unit of a curve that has an axis of its own; with `at_most`, the axis goes from 0 to it.
     """
-    panel = _curves(trend.Panel(), title, Query(sql, ResultFormat.TABLE), unit, description, right=right, stacked=stacked)
+    panel = _curves(trend.Panel(), title, Query(sql), unit, description, right=right, stacked=stacked)
     panel.x_field("version")
     if at_most is not None:
         panel.min(0).max(at_most)
@@ -141,7 +131,7 @@ def over_time(
     signed: bool = False,
 ) -> timeseries.Panel:
     """Return a panel of curves over time: the query's columns are `time`, at most one of names, and numbers, below 0 only if `signed`."""
-    panel = _curves(timeseries.Panel(), title, Query(sql, ResultFormat.TIME_SERIES), unit, description, right=right, stacked=stacked)
+    panel = _curves(timeseries.Panel(), title, Query(sql, "timeseries"), unit, description, right=right, stacked=stacked)
     if not signed:
         panel.min(0)
     if at_most is not None:
@@ -161,7 +151,7 @@ def figure(
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if decimals is not None:
         panel.decimals(decimals)
-    return panel.height(4).with_target(Query(sql, ResultFormat.TABLE))
+    return panel.height(4).with_target(Query(sql))
 
 
 def in_one_row(*figures: stat.Panel) -> list[Panel]:
@@ -174,7 +164,7 @@ def bars(title: str, sql: str, unit: str, description: str, *, name: str) -> bar
     panel = barchart.Panel().title(title).unit(unit).description(description).datasource(SOURCE).x_field(name).min(0)
     panel.orientation(common_models.VizOrientation.HORIZONTAL).show_value(common_models.VisibilityMode.AUTO).bar_width(0.8).fill_opacity(70)
     panel.legend(common.VizLegendOptions().show_legend(False).display_mode(common_models.LegendDisplayMode.HIDDEN))
-    return panel.span(12).height(8).with_target(Query(sql, ResultFormat.TABLE))
+    return panel.span(12).height(8).with_target(Query(sql))
 
 
 def rows(
@@ -197,10 +187,10 @@ def rows(
         overrides[name].append(("custom.cellOptions", {"type": "color-text"}))
     for name, properties in overrides.items():
         panel.override_by_name(name, [DynamicConfigValue(id_val=key, value=value) for key, value in properties])
-    return panel.span(WIDTH).height(height).with_target(Query(sql, ResultFormat.TABLE))
+    return panel.span(WIDTH).height(height).with_target(Query(sql))
 
 
 def trace(title: str, sql: str, description: str) -> dashboard.Panel:
     """Return a panel that draws the spans of one trace."""
     panel = dashboard.Panel().type("traces").title(title).description(description).datasource(SOURCE).unit("ms")
-    return panel.span(WIDTH).height(16).with_target(Query(sql, ResultFormat.TRACE))
+    return panel.span(WIDTH).height(16).with_target(Query(sql, "traces"))
