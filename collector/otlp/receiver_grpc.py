@@ -23,7 +23,7 @@ from collector.database import EngineRefusedError
 from collector.otlp.decode import PROTOBUF, UndecodableError
 from collector.otlp.receiver_http import RETRY_SECONDS
 from collector.otlp.signals import LOGS, TRACES, Signal
-from collector.write.ingest import MAX_BODY, Ingest, QueueFullError
+from collector.write.ingest import MAX_BODY, Charge, Ingest, QueueFullError
 from spangrad.http.client_timeouts import BODY_BYTES_A_SECOND, BODY_SECONDS
 
 MAX_READING = 64
@@ -72,7 +72,7 @@ class GRPCReceiver(grpc.GenericRpcHandler):
         async def export(_: Any, context: Any) -> bytes:
             body = await self._message(context)
             try:
-                with self._ingest.budget.charge() as charge:
+                with Charge(self._ingest.budget) as charge:
                     charge.grow_to(len(body))
                     return (await signal.store(self._ingest, lambda: body, PROTOBUF, charge)).SerializeToString()
             except UndecodableError as error:

@@ -51,7 +51,7 @@ class HTTPReceiver:
             if kind not in {PROTOBUF, JSON}:
                 return _refuse(kind, 415, Code.INVALID_ARGUMENT, f"content type {kind!r} is not supported; send {PROTOBUF} or {JSON}")
             try:
-                with self._ingest.budget.charge() as charge:
+                with Charge(self._ingest.budget) as charge:
                     return _respond(kind, 200, await accept(request, charge))
             except (UndecodableError, EncodingError) as error:
                 return _refuse(kind, 400, Code.INVALID_ARGUMENT, str(error))

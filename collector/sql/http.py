@@ -77,7 +77,7 @@ class ClickHouseInterface:
             role = self._guardian.clickhouse_role(request.headers, request.query)
             if role is None:
                 raise BadRequestError(516, "the token (ClickHouse password) is wrong or missing.", "AUTHENTICATION_FAILED")
-            with self._budget.charge() as charge:
+            with Charge(self._budget) as charge:
                 sql_request = await _read(request, role, charge, query_id, self._unpackers[role])
                 if not sql_request.body and not sql_request.parameters.get("query") and sql_request.safe:
                     return await _ok(request)

@@ -35,10 +35,6 @@ class Budget:
         self.held = 0
         self.lock = threading.Lock()
 
-    def charge(self) -> Charge:
-        """Return a new charge, for one request."""
-        return Charge(self)
-
 
 class Charge:
     """Bytes of the budget that one request holds: until the request ends, or until its queued rows are committed."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from collector.write.ingest import MAX_INSERT, Budget, Ingest, Inserter, QueueFullError, Refused
+from collector.write.ingest import MAX_INSERT, Budget, Charge, Ingest, Inserter, QueueFullError, Refused
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def test_inserter_close_commits_pending_and_refuses_more() -> None:
 
 def test_budget_bounds_held_bytes() -> None:
     budget = Budget(100)
-    with budget.charge() as first:
+    with Charge(budget) as first:
         first.grow_to(60)
-        with budget.charge() as second:
+        with Charge(budget) as second:
             second.grow_to(40)
             with pytest.raises(QueueFullError):
                 second.grow_to(41)
@@ -106,25 +106,25 @@ def test_budget_bounds_held_bytes() -> None:
 
 def test_budget_admits_oversized_body_alone() -> None:
     budget = Budget(100)
-    with budget.charge() as large:
+    with Charge(budget) as large:
         large.grow_to(1000)
-        with budget.charge() as small, pytest.raises(QueueFullError):
+        with Charge(budget) as small, pytest.raises(QueueFullError):
             small.grow_to(1)
-    with budget.charge() as small:
+    with Charge(budget) as small:
         small.grow_to(1)
 
 
 async def test_ingest_holds_budget_of_queued_bodies_until_committed() -> None:
     commits = RecordedCommits()
     ingest = Ingest(Inserter("test", commits, linger_seconds=0), Inserter("other", commits, linger_seconds=0), queue_bytes=100)
-    with ingest.budget.charge() as charge:
+    with Charge(ingest.budget) as charge:
         charge.grow_to(70)
         committed = ingest.traces.submit(Piece("first"))
         charge.release_after(committed)
     assert ingest.budget.held == 70
 
     commits.gate.set()
-    with ingest.budget.charge() as charge:
+    with Charge(ingest.budget) as charge:
         refused = await ingest.store(ingest.traces, lambda: Piece("more"), charge)
 
     assert refused == Refused(4, "more")

@@ -23,7 +23,7 @@ from collector.sql import body as bodies
 from collector.sql.body import Unpacker, read_body
 from collector.sql.readers import ReaderLimits
 from collector.sql.statements import WORKERS, QueryRequest, RunningStatement, StatementRunner
-from collector.write.ingest import Budget
+from collector.write.ingest import Budget, Charge
 from collector.write.write_buffer import WriteBuffer
 from tests.support.processes import open_files
 
@@ -155,7 +155,7 @@ async def reading(unpacker: Unpacker, budget: Budget) -> AsyncGenerator[str]:
     """A server that reads bodies and says how long they are; gives its URL."""
 
     async def length(request: web.Request) -> web.Response:
-        with budget.charge() as charge:
+        with Charge(budget) as charge:
             return web.Response(text=str(len(await read_body(request, {}, charge, unpacker))))
 
     application = web.Application()
