@@ -119,6 +119,10 @@ class Packer:
         begin, self._begin = self._begin, b""
         return begin + self._finish()
 
+    def fail(self, block: bytes) -> bytes:
+        """Return the output for a block on a failure, and the end of the stream."""
+        return self.pack(block) + self.finish()
+
 
 def _has_zlib_header(body: bytes) -> bool:
     return len(body) >= 2 and body[0] & 0x0F == 8 and int.from_bytes(body[:2]) % 31 == 0

@@ -228,14 +228,7 @@ class _Framer:
         return frame_plainly(block)
 
 
-class _Encoder(Packer):
-    """Packer for a content encoding of HTTP."""
-
-    def fail(self, block: bytes) -> bytes:
-        return self.pack(block) + self.finish()
-
-
-def _packer(form: AnswerForm) -> _Encoder | _Framer | None:
+def _packer(form: AnswerForm) -> Packer | _Framer | None:
     if form.framed:
         return _Framer()
-    return _Encoder(form.encoding) if form.encoding else None
+    return Packer(form.encoding) if form.encoding else None

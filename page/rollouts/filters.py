@@ -26,8 +26,19 @@ SORTS = {
     "seconds": "toFloat64(Seconds)",
 }
 """Name of an order -> the expression that it compares."""
-_PLAIN = {"run": "RunId", "mode": "Mode", "task": "TaskId", "group": "GroupId", "outcome": "Outcome", "spec": "BuildSpec"}
+_COLUMNS = {"run": "RunId", "mode": "Mode", "task": "TaskId", "group": "GroupId", "outcome": "Outcome", "spec": "BuildSpec"}
 """Name of a filter -> the column that it compares with a text."""
+_CONDITIONS: Mapping[str, str | Mapping[bool, str]] = {
+    **{name: f"{column} = {{{name}:String}}" for name, column in _COLUMNS.items()},
+    "agent": "has(AgentNames, {agent:String})",
+    "version": "has(PolicyVersions, {version:UInt64})",
+    "reward_from": f"{HAS_RETURN} AND Return >= {{reward_from:Float64}}",
+    "reward_to": f"{HAS_RETURN} AND Return <= {{reward_to:Float64}}",
+    "failed": {True: "Outcome != 'succeeded'", False: "Outcome = 'succeeded'"},
+    "failed_tool": {True: "FailedToolCalls > 0", False: "FailedToolCalls = 0"},
+    "text": "positionCaseInsensitiveUTF8(concat(RolloutId, ' ', TaskId, ' ', GroupId, ' ', RunId), {text:String}) > 0",
+}
+"""Name of a filter -> its condition, with a parameter of that name; of one that is yes or no, both conditions."""
 KEY = ("RunId", "RolloutId", "BuildSpec")
 """Columns that identify a row, in the order in which they break ties."""
 
@@ -75,24 +86,9 @@ class RolloutFilter:
 
     def condition(self) -> tuple[str, dict[str, Any]]:
         """Return a condition over builds with their Outcome and Return, and its parameters."""
-        parts = [f"{column} = {{{name}:String}}" for name, column in _PLAIN.items() if getattr(self, name) is not None]
-        if self.agent is not None:
-            parts.append("has(AgentNames, {agent:String})")
-        if self.version is not None:
-            parts.append("has(PolicyVersions, {version:UInt64})")
-        if self.reward_from is not None:
-            parts.append(f"{HAS_RETURN} AND Return >= {{reward_from:Float64}}")
-        if self.reward_to is not None:
-            parts.append(f"{HAS_RETURN} AND Return <= {{reward_to:Float64}}")
-        if self.failed is not None:
-            parts.append("Outcome != 'succeeded'" if self.failed else "Outcome = 'succeeded'")
-        if self.failed_tool is not None:
-            parts.append("FailedToolCalls > 0" if self.failed_tool else "FailedToolCalls = 0")
-        if self.text is not None:
-            ids = "concat(RolloutId, ' ', TaskId, ' ', GroupId, ' ', RunId)"
-            parts.append(f"positionCaseInsensitiveUTF8({ids}, {{text:String}}) > 0")
-        names = [field.name for field in fields(self) if f"{{{field.name}:" in " ".join(parts)]
-        return " AND ".join(parts) or "true", {name: getattr(self, name) for name in names}
+        given = {name: value for name in _CONDITIONS if (value := getattr(self, name)) is not None}
+        parts = [text if isinstance(text := _CONDITIONS[name], str) else text[value] for name, value in given.items()]
+        return " AND ".join(parts) or "true", {name: value for name, value in given.items() if not isinstance(value, bool)}
 
 
 @dataclass(frozen=True, slots=True)

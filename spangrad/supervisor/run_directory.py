@@ -13,6 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -56,30 +57,27 @@ class RunDirectory:
             lock = (self.path / LOCK).open("a+")
         except OSError as error:
             raise SpangradError(f"{self.path} cannot be the directory of a run ({error.strerror}). Name another directory.") from error
-        end = time.monotonic() + _LOCK_SECONDS
-        while not (locked := lock_alone(lock, str(self.path / LOCK), SpangradError)) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-        if not locked:
-            lock.seek(0)
-            owner = lock.read()
-            lock.close()
-            raise SpangradError(
-                f"{shown(owner) if owner else 'another process'} runs in {self.path} already. Stop it (`spangrad down` ends what"
-                " `spangrad up` started), or name another directory."
-            )
-        try:
-            os.truncate(lock.fileno(), 0)
-            os.write(lock.fileno(), this_process().encode())
-        except OSError as error:
-            lock.close()
-            raise SpangradError(
-                f"{self.path / LOCK} cannot be written ({error.strerror}). Free space, or name another directory."
-            ) from error
-        try:
+        with ExitStack() as unlocking:
+            unlocking.callback(lock.close)
+            end = time.monotonic() + _LOCK_SECONDS
+            while not (locked := lock_alone(lock, str(self.path / LOCK), SpangradError)) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            if not locked:
+                lock.seek(0)
+                owner = lock.read()
+                raise SpangradError(
+                    f"{shown(owner) if owner else 'another process'} runs in {self.path} already. Stop it (`spangrad down` ends what"
+                    " `spangrad up` started), or name another directory."
+                )
+            try:
+                os.truncate(lock.fileno(), 0)
+                os.write(lock.fileno(), this_process().encode())
+            except OSError as error:
+                raise SpangradError(
+                    f"{self.path / LOCK} cannot be written ({error.strerror}). Free space, or name another directory."
+                ) from error
             self._await_predecessors()
-        except BaseException:
-            lock.close()
-            raise
+            unlocking.pop_all()
         self._lock = lock
         return self
 
