@@ -127,11 +127,6 @@ def topics_of_traces(bodies: Sequence[TraceBody]) -> Sequence[Topic]:
     return (Topic.ROOTS, Topic.SPANS) if any(_FINAL in body.load() for body in bodies) else (Topic.SPANS,)
 
 
-def topics_of_logs(bodies: Sequence[object]) -> Sequence[Topic]:
-    """Return the topics of bodies of log records."""
-    return (Topic.SPANS,)
-
-
 def _wake(waiters: Iterable[_Waiter]) -> None:
     for waiter in waiters:
         waiter.loop.call_soon_threadsafe(wake, waiter.woken)

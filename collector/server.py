@@ -13,8 +13,9 @@ import logging
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 
-from collector.arrivals import ArrivalBoard, topics_of_logs, topics_of_traces
+from collector.arrivals import ArrivalBoard, topics_of_traces
 from collector.auth import Guardian
 from collector.confinement import confine
 from collector.database import EmbeddedDatabase, make_directory
@@ -28,7 +29,7 @@ from collector.schema.retention import Expiry
 from collector.sql.http import ClickHouseInterface
 from collector.sql.readers import ReaderLimits
 from collector.write.ingest import Budget, Ingest, Inserter
-from collector.write.staging import LogStaging
+from collector.write.staging import Staging, commit_logs
 from collector.write.write_buffer import WriteBuffer
 from spangrad.errors import SettingsError
 from spangrad.http import server as http_server
@@ -36,6 +37,7 @@ from spangrad.http.server import HttpServer
 from spangrad.http.service import in_url
 from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import StoreSettings
+from spangrad.store.arrivals import Topic
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ async def _running(store: StoreSettings, database: EmbeddedDatabase) -> AsyncGen
     arrivals = ArrivalBoard()
     ingest = Ingest(
         Inserter("insert-traces", arrivals.noting(spans.commit, topics_of_traces), store.linger_ms / 1000),
-        Inserter("insert-logs", arrivals.noting(LogStaging(logs).commit, topics_of_logs), store.linger_ms / 1000),
+        Inserter("insert-logs", arrivals.noting(partial(commit_logs, Staging(logs)), lambda _: [Topic.SPANS]), store.linger_ms / 1000),
         store.queue_bytes,
     )
     expiry = Expiry(database.handle, store.ttl_days) if store.ttl_days else None

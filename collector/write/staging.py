@@ -127,23 +127,16 @@ class Staging:
         return name, head.columns or ", ".join(insertable)
 
 
-class LogStaging:
-    """Inserter of log records through one handle."""
+def commit_logs(staging: Staging, bodies: Sequence[Rows]) -> list[Refused]:
+    """Insert all log records of all bodies; return the refused records of each.
 
-    def __init__(self, handle: Handle) -> None:
-        """Insert through `handle`, which must not be shared."""
-        self._staging = Staging(handle)
-
-    def commit(self, bodies: Sequence[Rows]) -> list[Refused]:
-        """Insert all records of all bodies; return the refused records of each.
-
-        Raises:
-            EngineRefusedError: they were not inserted.
-        """
-        for head, parts in ((DROPPED_INSERT, [body.dropped for body in bodies]), (LOGS_INSERT, [body.data for body in bodies])):
-            if rows := b"".join(parts):
-                self._staging.insert(head, "RowBinary", rows, keep_staging=True)
-        return [Refused(body.rejected, body.reason) for body in bodies]
+    Raises:
+        EngineRefusedError: they were not inserted.
+    """
+    for head, parts in ((DROPPED_INSERT, [body.dropped for body in bodies]), (LOGS_INSERT, [body.data for body in bodies])):
+        if rows := b"".join(parts):
+            staging.insert(head, "RowBinary", rows, keep_staging=True)
+    return [Refused(body.rejected, body.reason) for body in bodies]
 
 
 def _staged_default(kind: str, expression: str) -> str:

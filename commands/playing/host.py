@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,31 +63,25 @@ class PlayReply(msgspec.Struct, frozen=True):
     text: str
 
 
-class LineWriter:
-    """Writer of lines of JSON."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-
-    def write(self, **line: object) -> None:
-        """Write one line."""
-        rest = storable(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
-        while rest:
-            rest = rest[os.write(self._file, rest) :]
+def write_line(file: int, **line: object) -> None:
+    """Write one line of JSON to a file, by its descriptor."""
+    rest = storable(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 class RemotePerson:
     """Model whose replies come by lines of standard input."""
 
-    def __init__(self, lines: LineWriter) -> None:
+    def __init__(self, write: Callable[..., None]) -> None:
         self.replies: asyncio.Queue[PlayReply] = asyncio.Queue()
-        self._lines = lines
+        self._write = write
         self._turn = 0
 
     async def reply(self, request: ReplyRequest) -> ModelReply:
         """Say that it is the person's turn, and wait for the reply to it."""
         self._turn += 1
-        self._lines.write(turn=self._turn)
+        self._write(turn=self._turn)
         while (reply := await self.replies.get()).turn != self._turn:
             pass  # it came after the turn's time limit
         return ModelReply({"role": "assistant", "content": reply.text}, "stop")
@@ -96,19 +91,19 @@ def main() -> None:
     """Play the episode that standard input names."""
     logging.basicConfig(level=logging.INFO)
     replies, answers = private_pipes()
-    source, lines = os.fdopen(replies, "rb"), LineWriter(answers)
+    source, write = os.fdopen(replies, "rb"), partial(write_line, answers)
     job = msgspec.json.decode(source.readline(), type=PlayJob)
     provider = record_spans(job.otlp_endpoint, job.otlp_token)
     context.attach(context_of(job.rollout))
-    end = asyncio.run(_played(job, source, lines, provider))
+    end = asyncio.run(_played(job, source, write, provider))
     provider.shutdown()  # before the end is told, so that the store has the spans by then
-    lines.write(**end)
+    write(**end)
     os._exit(0)  # an ordinary exit would wait for an environment's thread
 
 
-async def _played(job: PlayJob, source: Any, lines: LineWriter, provider: TracerProvider) -> dict[str, object]:
+async def _played(job: PlayJob, source: Any, write: Callable[..., None], provider: TracerProvider) -> dict[str, object]:
     """Play; return the last line."""
-    person = RemotePerson(lines)
+    person = RemotePerson(write)
 
     def lines_of_person() -> Iterator[bytes]:
         yield from source
@@ -117,7 +112,7 @@ async def _played(job: PlayJob, source: Any, lines: LineWriter, provider: Tracer
 
     def show(role: str, message: Mapping[str, Any]) -> None:
         if not job.is_person or role in {"", job.role}:  # who plays reads no other player's context
-            lines.write(role=role, by=message["role"], text=_text(message))
+            write(role=role, by=message["role"], text=_text(message))
 
     read_beside_loop(lines_of_person(), lambda line: person.replies.put_nowait(msgspec.json.decode(line, type=PlayReply)))
     cast = Cast(job.episode, job.url, job.key, person if job.is_person else None, job.role, show, "Choose one.")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from page.actions.records import LogSender, record_action
+from page.actions.records import receiver_of, record_action, send_record
 from page.actions.requests import (
     CancelRequest,
     CollectRequest,
@@ -66,7 +66,7 @@ class ActionRunner:
         self._store = store
         self._commands = commands
         self._plays = plays
-        self._sender = LogSender(settings.store)
+        self._receiver = receiver_of(settings.store)
 
     def run(self, request: Request, address: str) -> str:
         """Carry out an action of the person at a network address; return a sentence on what was done.
@@ -75,7 +75,7 @@ class ActionRunner:
             SpangradError: it could not be written down, or not be done.
         """
         id_ = uuid.uuid4().hex
-        record_action(self._sender, id_, request, address, "asked", "")
+        record_action(self._receiver, id_, request, address, "asked", "")
         try:
             sentence = self._done(request)
         except Exception as error:
@@ -87,7 +87,7 @@ class ActionRunner:
     def _conclude(self, id_: str, request: Request, address: str, outcome: str, sentence: str) -> str:
         """Write down what came of an action; return what the person is told beside it where the store does not take that."""
         try:
-            record_action(self._sender, id_, request, address, outcome, sentence)
+            record_action(self._receiver, id_, request, address, outcome, sentence)
         except StoreError as error:  # the action itself is over: its own outcome matters more
             log.warning("action %s is %s, and that could not be written down: %s", id_, outcome, error)
             return f" Its outcome could not be written down: {error}"
@@ -141,5 +141,5 @@ class ActionRunner:
             semconv.EVALUATION_EXPLANATION: request.comment,
             semconv.USER_NAME: request.author,
         }
-        self._sender.send(semconv.EVALUATION_EVENT, facts, trace=request.trace, span=request.span)
+        send_record(self._receiver, semconv.EVALUATION_EVENT, facts, trace=request.trace, span=request.span)
         return f"{request.name} = {request.value:g} is in the store: the builder makes a new revision of {request.rollout} with it."

@@ -39,29 +39,29 @@ ORDER BY AskedMs DESC, Id DESC LIMIT {{most:UInt32}}
 Value = str | float
 
 
-class LogSender:
-    """Sender of log records to the store, by OTLP."""
-
-    def __init__(self, store: StoreSettings) -> None:
-        """Send to `store.otlp_endpoint`."""
-        remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
-        self._service = RemoteService("the span store's receiver", store.otlp_endpoint, store.token, StoreError, remedy)
-
-    def send(self, event: str, attributes: Mapping[str, Value], *, body: str = "", trace: str = "", span: str = "") -> None:
-        """Send one record, on a span if its ids are given (in hexadecimal), and wait until the store has it; empty attributes are left out.
-
-        Raises:
-            StoreError: the store does not answer, or refuses.
-        """
-        now = str(time.time_ns())
-        record = {"timeUnixNano": now, "observedTimeUnixNano": now, "eventName": event, "traceId": trace, "spanId": span}
-        record |= {"body": {"stringValue": body}, "attributes": _attributes(attributes)}
-        scope = {"scope": {"name": "spangrad.page"}, "logRecords": [record]}
-        resource = {"attributes": _attributes({"service.name": SERVICE})}
-        ask(self._service, "POST", "/v1/logs", {"resourceLogs": [{"resource": resource, "scopeLogs": [scope]}]}, seconds=_ANSWER_SECONDS)
+def receiver_of(store: StoreSettings) -> RemoteService:
+    """Return the store's receiver of records, by OTLP."""
+    remedy = "Start it with `spangrad store`, or set store.otlp_endpoint."
+    return RemoteService("the span store's receiver", store.otlp_endpoint, store.token, StoreError, remedy)
 
 
-def record_action(sender: LogSender, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
+def send_record(
+    receiver: RemoteService, event: str, attributes: Mapping[str, Value], *, body: str = "", trace: str = "", span: str = ""
+) -> None:
+    """Send one record, on a span if its ids are given (in hexadecimal), and wait until the store has it; empty attributes are left out.
+
+    Raises:
+        StoreError: the store does not answer, or refuses.
+    """
+    now = str(time.time_ns())
+    record = {"timeUnixNano": now, "observedTimeUnixNano": now, "eventName": event, "traceId": trace, "spanId": span}
+    record |= {"body": {"stringValue": body}, "attributes": _attributes(attributes)}
+    scope = {"scope": {"name": "spangrad.page"}, "logRecords": [record]}
+    resource = {"attributes": _attributes({"service.name": SERVICE})}
+    ask(receiver, "POST", "/v1/logs", {"resourceLogs": [{"resource": resource, "scopeLogs": [scope]}]}, seconds=_ANSWER_SECONDS)
+
+
+def record_action(receiver: RemoteService, id_: str, request: Request, address: str, outcome: str, sentence: str) -> None:
     """Write to the store that an action was asked for, is done or has failed, with a sentence on it.
 
     Raises:
@@ -78,7 +78,7 @@ def record_action(sender: LogSender, id_: str, request: Request, address: str, o
         semconv.USER_NAME: request.author,
         semconv.CLIENT_ADDRESS: address,
     }
-    sender.send(semconv.ACTION_EVENT, facts, body=sentence)
+    send_record(receiver, semconv.ACTION_EVENT, facts, body=sentence)
 
 
 def actions_view(store: PageStore, after: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands.playing.episode import in_words, total
-from commands.playing.host import LineWriter, _text  # pyright: ignore[reportPrivateUsage]
+from commands.playing.host import _text, write_line  # pyright: ignore[reportPrivateUsage]
 from commands.training.agents import agent_spec
 from commands.training.play import play
 from runner.workers.agents import CallableAgent
@@ -126,7 +126,7 @@ def test_play_with_invalid_arguments_raises(monkeypatch: pytest.MonkeyPatch, env
 
 def test_play_host_text_with_half_a_surrogate_pair_is_a_line(tmp_path: Path) -> None:
     with (tmp_path / "lines").open("wb") as file:
-        LineWriter(file.fileno()).write(by="user", text="no file \udc80")
+        write_line(file.fileno(), by="user", text="no file \udc80")
     assert (tmp_path / "lines").read_bytes() == b'{"by": "user", "text": "no file ?"}\n'
 
 
