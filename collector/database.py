@@ -119,18 +119,10 @@ class Handle:
         return QueryAnswer(result.bytes() or b"", result.rows_read(), result.bytes_read(), result.rows_written())
 
     def write(self, clause: AnswerClause, descriptor: int, output_format: str, parameters: Mapping[str, str]) -> QueryAnswer:
-        """Run one statement whose answer goes into a pipe while it is computed, at the pace of the reader.
+        """Run one statement whose answer goes into a pipe while it is computed, at the pace of the reader; return its counts.
 
-        When the reading end is closed, the database reports no error and continues: the statement must be killed too.
-
-        Args:
-            clause: the statement, split at the clause that names its answer's format.
-            descriptor: of the pipe's end to write to; stays open.
-            output_format: unless the statement names another.
-            parameters: by name.
-
-        Returns:
-            The statement's counts, with an empty body.
+        The descriptor of the pipe's end to write to stays open. When the reading end is closed, the database reports no error and
+        continues: the statement must be killed too. The output format is that of the statement, if it names one.
 
         Raises:
             EngineRefusedError: the database did not run it (SYNTAX_ERROR also where the statement takes no such clause), or failed

@@ -40,14 +40,9 @@ class Child:
     def __init__(
         self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, *, inherit_settings: bool = True
     ) -> None:
-        """Start `command` in a session of its own.
+        """Start `command` in a session of its own, with both outputs appended to the log, and `env` added to our environment.
 
-        Args:
-            name: name of the process in messages.
-            command: the program and its arguments.
-            log: file to which both outputs are appended.
-            env: added to our environment.
-            inherit_settings: False removes our SPANGRAD_ variables from its environment, because its settings are resolved already.
+        Where it is not to inherit the settings, because its own are resolved already, its environment lacks our SPANGRAD_ variables.
         """
         inherited = {key: value for key, value in os.environ.items() if inherit_settings or not key.startswith("SPANGRAD_")}
         self.name = name

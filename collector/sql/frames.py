@@ -45,16 +45,12 @@ def frame_plainly(body: bytes) -> bytes:
 
 
 def unframe(body: bytes, limit: int, hold: Callable[[int], None] = lambda _: None) -> bytes:
-    """Unpack LZ4, ZSTD or stored frames.
-
-    Args:
-        body: the frames.
-        limit: most bytes that may come out.
-        hold: called before each frame with the number of bytes unpacked after it; an error that it raises ends the unpacking.
+    """Unpack LZ4, ZSTD or stored frames, before each of which `hold` is called with the number of bytes unpacked after it.
 
     Raises:
         EncodingError: a frame is cut, broken or of an unknown method.
         TooLargeError: more than `limit` bytes would come out.
+        Exception: any of `hold`.
     """
     out: list[bytes] = []
     offset, total = 0, 0

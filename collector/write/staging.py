@@ -69,11 +69,7 @@ class Staging:
         none, counted there, and moved by a statement, whose errors chDB does report. Where the next inserts are alike, a
         statement that holds few rows itself does the same: it reads all of them before it writes.
 
-        Args:
-            head: INSERT INTO a table, with or without columns and settings.
-            input_format: of the rows.
-            rows: in that format.
-            keep_staging: keep what is known of the table for the next insert with this head; only while the table does not change.
+        What is known of the table is kept for the next insert with this head (`keep_staging`) only while the table does not change.
 
         Raises:
             EngineRefusedError: the rows, or those of a view, were not all inserted.

@@ -52,13 +52,7 @@ def context_of(model_tokens: int | None, requested: int | None) -> int:
 
 
 def cache_bytes(kv_bytes_a_token: int, context: int, available_bytes: int) -> int:
-    """Return the size of the KV cache of an engine without a GPU, in bytes.
-
-    Args:
-        kv_bytes_a_token: size of the cache for each token, in bytes.
-        context: context length of the engine, in tokens.
-        available_bytes: memory that is available, in bytes.
-    """
+    """Return the size of the KV cache of an engine without a GPU; all sizes are in bytes, the context is in tokens."""
     requested = max(_SEQUENCES * context * kv_bytes_a_token, _LEAST_CACHE)
     return max(min(requested, int(available_bytes * _CACHE_SHARE)), context * kv_bytes_a_token)
 

@@ -118,11 +118,6 @@ def placement(settings: Settings, services: Sequence[ServiceSpec], *, gpus: bool
 
     Engines have as many GPUs as workers, on one node; in a cluster without GPUs as many CPUs. The ranks of the trainer come first, so
     that engines leave them whole nodes.
-
-    Args:
-        settings: resolved settings.
-        services: services that are started.
-        gpus: True if the cluster has GPUs.
     """
     workers, groups = settings.trainer.workers, list[BundleGroup]()
     names = [service.name for service in services]
