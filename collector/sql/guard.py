@@ -17,37 +17,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-ALLOWED = frozenset(
-    {
-        *(
-            "atomic",
-            "dictionary",
-            "format",
-            "fuzzjson",
-            "fuzzquery",
-            "generaterandom",
-            "generateseries",
-            "generate_series",
-            "input",
-            "loop",
-        ),
-        *("memory", "merge", "mergetreeanalyzeindexes", "mergetreeanalyzeindexesuuid", "mergetreecodecblockcounts", "mergetreeindex"),
-        *("mergetreeprojection", "mergetreetextindex", "null", "numbers", "numbers_mt", "ordinary", "primes", "replicated"),
-        *(
-            "sqlstandardvalues",
-            "timeseriesdata",
-            "timeseriesmetricfamilies",
-            "timeseriesmetrics",
-            "timeseriessamples",
-            "timeseriesselector",
-        ),
-        *("timeseriestags", "values", "view", "viewexplain", "viewifpermitted", "zeros", "zeros_mt"),
-        # Table engines that keep their rows in the store. `log`, `join`, `set` and `alias` are words of ordinary queries as well.
-        *("mergetree", "replacingmergetree", "aggregatingmergetree", "summingmergetree", "collapsingmergetree", "coalescingmergetree"),
-        *("versionedcollapsingmergetree", "graphitemergetree", "log", "tinylog", "stripelog", "set", "join", "buffer"),
-        *("materializedview", "timeseries", "alias"),
-    }
-)
+ALLOWED = frozenset({
+    "atomic", "dictionary", "format", "fuzzjson", "fuzzquery", "generaterandom", "generateseries",
+    "generate_series", "input", "loop", "memory", "merge", "mergetreeanalyzeindexes",
+    "mergetreeanalyzeindexesuuid", "mergetreecodecblockcounts", "mergetreeindex", "mergetreeprojection",
+    "mergetreetextindex", "null", "numbers", "numbers_mt", "ordinary", "primes", "replicated",
+    "sqlstandardvalues", "timeseriesdata", "timeseriesmetricfamilies", "timeseriesmetrics",
+    "timeseriessamples", "timeseriesselector", "timeseriestags", "values", "view", "viewexplain",
+    "viewifpermitted", "zeros", "zeros_mt",
+    # Table engines that keep their rows in the store. `log`, `join`, `set` and `alias` are words of ordinary queries as well.
+    "mergetree", "replacingmergetree", "aggregatingmergetree", "summingmergetree", "collapsingmergetree",
+    "coalescingmergetree", "versionedcollapsingmergetree", "graphitemergetree", "log", "tinylog", "stripelog",
+    "set", "join", "buffer", "materializedview", "timeseries", "alias",
+})  # fmt: skip
 """Table functions, database engines and table engines that reach no further than the store. All others are refused."""
 
 _ALWAYS = frozenset({"file", "python", "eval", "disk"})

@@ -16,24 +16,19 @@ from collector.sql.errors import BadRequestError
 from collector.sql.external_data import ExternalTable, take_tables
 from collector.sql.insert_head import HEAD, SKIP
 
-NOT_SETTINGS = frozenset(
-    {
-        *("query", "database", "default_format", "session_id", "session_timeout", "session_check", "query_id", "user", "password"),
-        *("compress", "decompress", "wait_end_of_query", "buffer_size", "client_protocol_version", "role", "quota_key"),
-        *("send_progress_in_http_headers", "http_headers_progress_interval_ms", "enable_http_compression", "http_zlib_compression_level"),
-        # The answer to an insert means that it is committed.
-        *(
-            "async_insert",
-            "wait_for_async_insert",
-            "wait_for_async_insert_timeout",
-            "async_insert_busy_timeout_ms",
-            "async_insert_max_data_size",
-        ),
-        # Only a server's own HTTP interface looks at these; ours always cancels, and has no log that a comment could go to.
-        *("cancel_http_readonly_queries_on_client_close", "http_write_exception_in_output_format", "http_response_buffer_size"),
-        *("http_wait_end_of_query", "log_comment", "log_queries", "add_http_cors_header"),
-    }
-)
+NOT_SETTINGS = frozenset({
+    "query", "database", "default_format", "session_id", "session_timeout", "session_check", "query_id",
+    "user", "password", "compress", "decompress", "wait_end_of_query", "buffer_size",
+    "client_protocol_version", "role", "quota_key", "send_progress_in_http_headers",
+    "http_headers_progress_interval_ms", "enable_http_compression", "http_zlib_compression_level",
+    # The answer to an insert means that it is committed.
+    "async_insert", "wait_for_async_insert", "wait_for_async_insert_timeout", "async_insert_busy_timeout_ms",
+    "async_insert_max_data_size",
+    # Only a server's own HTTP interface looks at these; ours always cancels, and has no log that a comment could go to.
+    "cancel_http_readonly_queries_on_client_close", "http_write_exception_in_output_format",
+    "http_response_buffer_size", "http_wait_end_of_query", "log_comment", "log_queries",
+    "add_http_cors_header",
+})  # fmt: skip
 """URL parameters that are not settings of the database."""
 DEFAULT_SESSION_SECONDS = 60.0
 MAX_SESSION_SECONDS = 3600.0
