@@ -133,17 +133,10 @@ def looks_like_a_call(name: str, scope: str, attributes: Mapping[str, str]) -> b
 
 def total_of(rows: Sequence[FileReport]) -> FileReport:
     """Return the numbers of all files."""
-    drops = Counter[str]()
-    for row in rows:
-        drops.update(row.drops)
-    return FileReport(
-        "all",
-        sum(row.spans for row in rows),
-        sum(row.calls for row in rows),
-        sum(row.transitions for row in rows),
-        drops,
-        sum(row.unaccounted for row in rows),
+    spans, calls, transitions, unaccounted = (
+        sum(getattr(row, name) for row in rows) for name in ("spans", "calls", "transitions", "unaccounted")
     )
+    return FileReport("all", spans, calls, transitions, sum((Counter(row.drops) for row in rows), Counter()), unaccounted)
 
 
 def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:

@@ -97,15 +97,9 @@ def require_tokens(settings: Settings, services: Sequence[ServiceSpec]) -> None:
     Raises:
         SettingsError: with all tokens that are missing.
     """
-    store, queue, gateway, engine = settings.store, settings.queue, settings.gateway, settings.engine
-    started = {kind_of(service.name) for service in services}
-    tokens = {
-        "store": (store.host, store.token),
-        "queue": (queue.host, queue.token),
-        "gateway": (gateway.host, gateway.token),
-        "engine": (engine.host, engine.token),
-    }
-    missing = [f"{name}.token" for name, (host, token) in tokens.items() if name in started and host not in LOOPBACK and not token]
+    sections = {"store": settings.store, "queue": settings.queue, "gateway": settings.gateway, "engine": settings.engine}
+    started = [(name, section) for name, section in sections.items() if any(kind_of(service.name) == name for service in services)]
+    missing = [f"{name}.token" for name, section in started if section.host not in LOOPBACK and not section.token]
     if missing:
         raise SettingsError(
             f"{', '.join(missing)} not set: in a cluster, services listen at the addresses of their nodes, which others may reach. Set "
