@@ -31,7 +31,7 @@ def build() -> dashboard.Dashboard:
         {
             "": _figures(),
             "Learning": _learning(),
-            "The step": [*_losses(), *_costs()],
+            "The step": [*_losses(), *_lengths(), *_times()],
             "What was not trained": _untrained(),
             "Versions": [_versions()],
         },
@@ -190,28 +190,7 @@ def _losses() -> list[Panel]:
     ]
 
 
-def _costs() -> list[Panel]:
-    # Of the rollouts only what the batch itself waited for: from its first rollout's begin to its last one's end.
-    seconds = f"""
-        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)},
-            s.train - ifNull(s.forward, 0) - ifNull(s.backward, 0) AS optimizer
-        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in (*_STAGES, "train"))} FROM {STEPS}) AS s
-        LEFT JOIN (
-            SELECT b.Version AS Version,
-                (max(toUnixTimestamp64Nano(a.Timestamp) + a.Duration) - min(toUnixTimestamp64Nano(a.Timestamp))) / 1e9 AS Seconds
-            FROM spangrad.batches AS b
-            INNER JOIN spangrad.attempts AS a ON a.RunId = b.RunId AND a.RolloutId = b.RolloutId AND a.Attempt = b.Attempt
-            WHERE {OF_BRANCH} AND $__timeFilter(b.IngestedAt)
-            GROUP BY Version
-        ) AS r ON r.Version = s.Version
-        ORDER BY version"""
-    idle, step = metric("seconds_idle"), metric("seconds_step")
-    masked = " + ".join(metric(f"masked_{reason}") for reason in _MASKED)
-    sizes = f"""
-        SELECT Version AS version, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("transitions")} AS transitions,
-            {metric("sequences")} AS sequences, {masked} AS masked
-        FROM {STEPS}
-        ORDER BY version"""
+def _lengths() -> list[Panel]:
     return [
         over_versions(
             "Length of responses",
@@ -239,6 +218,32 @@ def _costs() -> list[Panel]:
             "tokens: processed a second of training. mfu: share of the GPUs' peak, where verl knows it.",
             right=("mfu", "percentunit"),
         ),
+    ]
+
+
+def _times() -> list[Panel]:
+    # Of the rollouts only what the batch itself waited for: from its first rollout's begin to its last one's end.
+    seconds = f"""
+        SELECT s.Version AS version, r.Seconds AS rollouts, {", ".join(f"s.{stage}" for stage in _STAGES)},
+            s.train - ifNull(s.forward, 0) - ifNull(s.backward, 0) AS optimizer
+        FROM (SELECT Version, {", ".join(f"{metric(f'seconds_{stage}')} AS {stage}" for stage in (*_STAGES, "train"))} FROM {STEPS}) AS s
+        LEFT JOIN (
+            SELECT b.Version AS Version,
+                (max(toUnixTimestamp64Nano(a.Timestamp) + a.Duration) - min(toUnixTimestamp64Nano(a.Timestamp))) / 1e9 AS Seconds
+            FROM spangrad.batches AS b
+            INNER JOIN spangrad.attempts AS a ON a.RunId = b.RunId AND a.RolloutId = b.RolloutId AND a.Attempt = b.Attempt
+            WHERE {OF_BRANCH} AND $__timeFilter(b.IngestedAt)
+            GROUP BY Version
+        ) AS r ON r.Version = s.Version
+        ORDER BY version"""
+    idle, step = metric("seconds_idle"), metric("seconds_step")
+    masked = " + ".join(metric(f"masked_{reason}") for reason in _MASKED)
+    sizes = f"""
+        SELECT Version AS version, {metric("groups")} AS groups, {metric("rollouts")} AS rollouts, {metric("transitions")} AS transitions,
+            {metric("sequences")} AS sequences, {masked} AS masked
+        FROM {STEPS}
+        ORDER BY version"""
+    return [
         over_versions(
             "Seconds by stage",
             seconds,
