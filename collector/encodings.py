@@ -75,6 +75,8 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
         case "deflate":
             # By the standard zlib's format; some senders leave its header out.
             return _inflated(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
+        case "lz4" | "zstd" if not body:
+            return iter(())
         case "lz4":
             return _read(lz4.frame.LZ4FrameFile(io.BytesIO(body)))
         case "zstd":

@@ -170,7 +170,7 @@ def test_decompress_in_each_encoding_is_bounded(encoding: str) -> None:
     packed = packer.pack(body[:5]) + packer.pack(body[5:]) + packer.finish()
 
     assert decompress(packed, encoding, len(body)) == body
-    assert decompress(Packer(encoding).finish(), encoding, 0) == b""
+    assert decompress(Packer(encoding).finish(), encoding, 0) == decompress(b"", encoding, 0) == b""
     with pytest.raises(TooLargeError):
         decompress(packed, encoding, len(body) - 1)
     with pytest.raises(EncodingError):
