@@ -29,8 +29,8 @@ def as_object(result: SearchResult, *, published: bool) -> dict[str, Any]:
         "published": published,
         "held_out": [task.task_id for task in question.held_out],
         "rounds": [
-            {"round": search_round.number, "beam": list(search_round.beam), "best_score": result.candidate(search_round.beam[0]).score}
-            for search_round in result.rounds
+            {"round": number, "beam": [candidate.version for candidate in beam], "best_score": beam[0].score}
+            for number, beam in enumerate(result.beams)
         ],
         "candidates": [_candidate(candidate) for candidate in result.candidates],
     }
@@ -81,7 +81,7 @@ def plot(result: SearchResult, file: Path) -> None:
     edits = ((candidate.edit, candidate.score) for candidate in result.candidates)
     known = [(edit.round if edit else 0, score) for edit, score in edits if score is not None]
     axes.plot([round for round, _ in known], [score for _, score in known], "o", color="0.7", label="candidates")
-    bests = [result.candidate(search_round.beam[0]).score or 0.0 for search_round in result.rounds]
+    bests = [beam[0].score or 0.0 for beam in result.beams]
     axes.plot(range(len(bests)), bests, "-o", label="best so far")
     axes.set(xlabel="round", ylabel="mean score, held-out tasks", title=f"prompt {result.question.start.name}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,8 +1,12 @@
-"""Search for a better prompt: executes the steps of `beam.next_step` until the search ends.
+"""Search for a better prompt: a beam search whose steps are a model's critiques.
 
 In: the prompt's published version, tasks to learn from and others to measure on, a function that runs trials, a critic. Out: a
-`SearchResult`; versions and edits in the prompt store, trials in the span store. Invariant: recorded edits and trials are read before
-each step, so a search that is started again does nothing twice; the published prompt is not changed here.
+`SearchResult`; versions and edits in the prompt store, trials in the span store. Invariant: edits and trials that are recorded are made
+no more, so a search that is started again does nothing twice; the best score never decreases; the published prompt is not changed here.
+
+The search is that of Pryzant et al. 2023 (Automatic Prompt Optimization with "Gradient Descent" and Beam Search): in each round each
+prompt of the beam is criticised and edited `branch` times, and the `beam_width` best of all measured ones form the next beam. Instead of
+a bandit, which spends few evaluations on poor candidates, all candidates have the same held-out tasks: they can be compared in pairs.
 """
 
 from __future__ import annotations
@@ -10,17 +14,16 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from prompts.beam import Done, EditPosition, Expand, MeasureVersions, Round, next_step
 from prompts.compare import Gain, gain
 from prompts.prompt_texts import Messages, ask_for_critique, ask_for_edit, choose, read_edit
-from prompts.trials import Trial
+from prompts.trials import Trial, Trials
 from spangrad.agent.prompt_store import Edit, PromptStore, PromptText
 from spangrad.errors import PromptError
 from spangrad.settings import PromptSettings, Settings
@@ -33,26 +36,10 @@ _LOOK_SECONDS = 0.2
 Run = Callable[[Sequence[Task]], Awaitable[Sequence[str]]]
 """Function that runs a rollout of mode trial of each task, with the prompt that the task names; it returns their ids, once the store has
 their root spans."""
-
-
-class TrialReader(Protocol):
-    """Reader of the trials: `trials.Trials`, or a test double."""
-
-    def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
-        """Return the trials with these ids that have ended, or all that have."""
-        ...
-
-    def with_exchanges(self, trials: Sequence[Trial]) -> list[Trial]:
-        """Return the trials with the exchanges of their model calls."""
-        ...
-
-
-class ChatModel(Protocol):
-    """Model that criticises: `critic.Critic`, or a test double."""
-
-    async def complete(self, messages: Messages) -> str:
-        """Return the model's reply."""
-        ...
+Complete = Callable[[Messages], Awaitable[str]]
+"""Function that returns a chat model's reply."""
+Place = tuple[int, int, int]
+"""Place of an edit: its round (from 1), the version that is edited, and its number (from 0) among that version's edits in the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +86,15 @@ class SearchResult:
     question: Question
     candidates: tuple[Candidate, ...]
     """Candidates in the order of entry."""
-    rounds: tuple[Round, ...]
-    best: Candidate
+    beams: tuple[tuple[Candidate, ...], ...]
+    """Best candidates after each round, the best first, of equals the older first. The first beam is the start alone."""
     gain: Gain
     """Gain of the best version over the start, on the held-out tasks."""
 
-    def candidate(self, version: int) -> Candidate:
-        """Return the candidate of a version."""
-        return next(candidate for candidate in self.candidates if candidate.version == version)
+    @property
+    def best(self) -> Candidate:
+        """Return the best candidate."""
+        return self.beams[-1][0]
 
 
 @dataclass(slots=True)
@@ -134,13 +122,14 @@ class Search:
     question: Question
     settings: PromptSettings
     prompts: PromptStore
-    trials: TrialReader
+    trials: Trials
     run: Run
-    critic: ChatModel
+    complete: Complete
+    """Model that criticises and edits."""
     progress: Progress = field(default_factory=Progress)
     _known: dict[str, Trial] = field(default_factory=dict[str, Trial])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
-    _edits: dict[EditPosition, Edit] = field(default_factory=dict[EditPosition, Edit])
+    _edits: dict[Place, Edit] = field(default_factory=dict[Place, Edit])
 
     async def go(self) -> SearchResult:
         """Run the search until it ends.
@@ -152,53 +141,57 @@ class Search:
         start = self.question.start
         self._texts[start.version] = start.text
         for edit in await asyncio.to_thread(self.prompts.edits, start.name, self.question.id):
-            self._edits[EditPosition(edit.round, edit.parent, edit.number)] = edit
+            self._edits[edit.round, edit.parent, edit.number] = edit
         self._take(await asyncio.to_thread(self.trials.read))
-        while True:
-            measured = {version: self._candidate(version) for version in self._whole()}
-            scores = {version: candidate.score for version, candidate in measured.items()}
-            if scores.get(start.version, 0.0) is None:
-                raise self._unmeasured(measured[start.version])
-            self.progress.best = max((score for score in scores.values() if score is not None), default=None)
-            match next_step(start.version, self.settings, {position: edit.version for position, edit in self._edits.items()}, scores):
-                case Expand(places):
-                    await self._expand(places)
-                case MeasureVersions(number, versions):
-                    self.progress.round = number
-                    pairs = [(version, task) for version in versions for task in self.question.held_out]
-                    await self._try(pairs, self.settings.evaluations, "measuring")
-                case Done(rounds, entered):
-                    await self._read_texts(entered)
-                    return self._result(rounds, [self._candidate(version) for version in entered])
+        candidates = await self._measure([start.version])
+        if candidates[0].score is None:
+            raise self._unmeasured(candidates[0])
+        beams = [tuple(candidates)]
+        for number in range(1, self.settings.rounds + 1):
+            self.progress.round = number
+            places = [(number, parent.version, edit) for parent in beams[-1] for edit in range(self.settings.branch)]
+            if missing := [place for place in places if place not in self._edits]:
+                await self._expand(missing)
+            edited = (self._edits[place].version for place in places)
+            entered = [*(candidate.version for candidate in candidates), *(version for version in edited if version is not None)]
+            candidates = await self._measure(list(dict.fromkeys(entered)))
+            ranked = sorted(candidates, key=lambda candidate: math.inf if candidate.score is None else -candidate.score)
+            beams.append(tuple(candidate for candidate in ranked[: self.settings.beam_width] if candidate.score is not None))
+        best = gain(candidates[0].by_task, beams[-1][0].by_task, self.settings.seed)
+        return SearchResult(self.question, tuple(candidates), tuple(beams), best)
 
-    async def _expand(self, places: Sequence[EditPosition]) -> None:
-        """Make edits; each is recorded as soon as it exists."""
-        self.progress.round = places[0].round
-        parents = list(dict.fromkeys(position.parent for position in places))
-        batch = {parent: self._minibatch(places[0].round, parent) for parent in parents}
-        await self._try([(parent, task) for parent in parents for task in batch[parent]], 1, "rolling out")
-        await self._read_texts(parents)
+    async def _measure(self, versions: Sequence[int]) -> list[Candidate]:
+        """Return versions as candidates, after the rollouts on the held-out tasks that they lack."""
+        pairs = [(version, task) for version in versions for task in self.question.held_out]
+        await self._try(pairs, self.settings.evaluations, "measuring")
+        measured = [await self._candidate(version) for version in versions]
+        self.progress.best = max((candidate.score for candidate in measured if candidate.score is not None), default=None)
+        return measured
+
+    async def _expand(self, places: Sequence[Place]) -> None:
+        """Make edits of one round; each is recorded as soon as it exists."""
+        batch = {parent: self._minibatch(number, parent) for number, parent, _ in places}
+        await self._try([(parent, task) for parent, tasks in batch.items() for task in tasks], 1, "rolling out")
         trials = {
-            parent: await asyncio.to_thread(self.trials.with_exchanges, self._of(parent, [task.task_id for task in batch[parent]]))
-            for parent in parents
+            parent: await asyncio.to_thread(self.trials.with_exchanges, self._of(parent, [task.task_id for task in tasks]))
+            for parent, tasks in batch.items()
         }
         self.progress.now("editing", 0, len(places))
         try:
             async with asyncio.TaskGroup() as group:
-                for position in places:
-                    group.create_task(self._edit(position, trials[position.parent]))
+                for place in places:
+                    group.create_task(self._edit(place, trials[place[1]]))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _edit(self, position: EditPosition, trials: Sequence[Trial]) -> None:
-        text, chosen = self._texts[position.parent], self.settings
-        rng = random.Random(f"{chosen.seed} {position}")
-        shown = choose(trials, chosen.shown, rng)
-        critique = await self.critic.complete(ask_for_critique(text, shown))
-        edited = read_edit(await self.critic.complete(ask_for_edit(text, critique)))
-        edit = Edit(self.question.id, position.round, position.parent, position.number, critique, None)
+    async def _edit(self, place: Place, trials: Sequence[Trial]) -> None:
+        text, chosen = self._texts[place[1]], self.settings
+        shown = choose(trials, chosen.shown, random.Random(f"{chosen.seed} {place}"))
+        critique = await self.complete(ask_for_critique(text, shown))
+        edited = read_edit(await self.complete(ask_for_edit(text, critique)))
+        edit = Edit(self.question.id, *place, critique, None)
         version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, edited, edit)
-        self._edits[position] = Edit(edit.search, edit.round, edit.parent, edit.number, critique, version)
+        self._edits[place] = replace(edit, version=version)
         self.progress.now("editing", self.progress.done + 1, self.progress.of)
 
     async def _try(self, pairs: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
@@ -243,14 +236,9 @@ class Search:
         trials = [trial for trial in self._known.values() if trial.version == version and trial.task_id in ids]
         return sorted(trials, key=lambda trial: (trial.task_id, trial.rollout_id))
 
-    def _whole(self) -> list[int]:
-        """Return the versions that have all their rollouts on the held-out tasks."""
-        measured = Counter((trial.version, trial.task_id) for trial in self._known.values())
-        tasks = [task.task_id for task in self.question.held_out]
-        versions = sorted({version for version, _ in measured})
-        return [version for version in versions if all(measured[version, task] >= self.settings.evaluations for task in tasks)]
-
-    def _candidate(self, version: int) -> Candidate:
+    async def _candidate(self, version: int) -> Candidate:
+        if version not in self._texts:
+            self._texts[version] = (await asyncio.to_thread(self.prompts.get, self.question.start.name, version)).text
         given: defaultdict[str, list[float]] = defaultdict(list)
         tasks = [task.task_id for task in self.question.held_out]
         trials = self._of(version, tasks)
@@ -262,22 +250,12 @@ class Search:
         edit = next((edit for _, edit in sorted(self._edits.items()) if edit.version == version), None)
         return Candidate(
             version=version,
-            text=self._texts.get(version, ""),
+            text=self._texts[version],
             score=sum(by_task.values()) / len(by_task) if is_measured else None,
             by_task=by_task,
             failed=sum(bool(trial.failure) for trial in trials),
             edit=None if version == self.question.start.version else edit,
         )
-
-    async def _read_texts(self, versions: Sequence[int]) -> None:
-        for version in versions:
-            if version not in self._texts:
-                self._texts[version] = (await asyncio.to_thread(self.prompts.get, self.question.start.name, version)).text
-
-    def _result(self, rounds: tuple[Round, ...], candidates: Sequence[Candidate]) -> SearchResult:
-        by_version = {candidate.version: candidate for candidate in candidates}
-        best, start = by_version[rounds[-1].beam[0]], by_version[self.question.start.version]
-        return SearchResult(self.question, tuple(candidates), rounds, best, gain(start.by_task, best.by_task, self.settings.seed))
 
     def _unmeasured(self, start: Candidate) -> PromptError:
         without = [task.task_id for task in self.question.held_out if task.task_id not in start.by_task]

@@ -216,7 +216,7 @@ async def _search(settings: Settings, spec: AgentSpec, question: Question) -> Se
                 return [outcome.key.rollout_id for outcome in outcomes]
 
             await runner.finish()  # rollouts that a killed search left in the queue
-            return await Search(question, settings.prompts, _store(settings), trials, run, critic, progress).go()
+            return await Search(question, settings.prompts, _store(settings), trials, run, critic.complete, progress).go()
 
 
 def _split(tasks: Sequence[Task], held_out: Sequence[Task] | None, settings: Settings) -> tuple[list[Task], list[Task]]:

@@ -14,7 +14,6 @@ import commands
 from commands import console
 from commands.prompts import prompt
 from commands.training import run, train_plan
-from prompts.beam import Round
 from prompts.compare import Gain
 from prompts.search import Candidate, Question, SearchResult
 from runner.runner import Outcome
@@ -42,7 +41,7 @@ def search_result(gain: float = 0.8) -> SearchResult:
     first = Candidate(1, ODD, 0.1, {"b": 0.1}, 0, None)
     edit = Edit("s", 1, 1, 0, ODD, 2)
     second = Candidate(2, f"{ODD} kindly", 0.1 + gain, {"b": 0.1 + gain}, 0, edit)
-    return SearchResult(QUESTION, (first, second), (Round(0, (1,)), Round(1, (2,))), second, Gain(gain, 0.01))
+    return SearchResult(QUESTION, (first, second), ((first,), (second,)), Gain(gain, 0.01))
 
 
 def test_console_is_made_in_one_module() -> None:

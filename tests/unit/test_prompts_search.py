@@ -8,10 +8,13 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prompts.exchanges import Exchange, read_exchange
 from prompts.prompt_texts import Messages, ask_for_critique, choose, read_edit, shown
@@ -42,6 +45,7 @@ class World(PromptStore):
     done: int = 0
     answers: Counter[str] = field(default_factory=Counter[str])
     failing: frozenset[str] = frozenset()
+    seed: int = 0
 
     def alive(self) -> None:
         self.done += 1
@@ -93,13 +97,14 @@ class World(PromptStore):
         self.answers[messages[1]["content"]] += 1
         parent = int(messages[1]["content"].split("\n")[1])
         number = self.answers[messages[1]["content"]]
-        chosen = random.Random(f"{parent} {number}").choice([parent + 1, parent - 1, parent + 2, None])
+        chosen = random.Random(f"{self.seed} {parent} {number}").choice([parent + 1, parent - 1, parent + 2, None])
         return "nothing" if chosen is None else f"<prompt>{chosen}</prompt>"
 
 
 def search(world: World, **changes: object) -> SearchResult:
     chosen = PromptSettings.model_validate({"rounds": 3, "branch": 2, "minibatch": 3, "shown": 2, **changes})
-    return asyncio.run(Search(QUESTION, chosen, world, world, world.run, world).go())
+    trials: Any = world
+    return asyncio.run(Search(QUESTION, chosen, world, trials, world.run, world.complete).go())
 
 
 def test_search_killed_at_any_step_resumes_and_repeats_nothing() -> None:
@@ -121,6 +126,49 @@ def test_search_killed_at_any_step_resumes_and_repeats_nothing() -> None:
     before = world.done
     assert search(world, rounds=2, minibatch=1).best.version == max(world.texts, key=lambda version: int(world.texts[version]))
     assert world.done == before, "all is known: nothing is done"
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
+def test_search_measures_every_candidate_once_and_never_gets_worse(rounds: int, beam_width: int, branch: int, seed: int) -> None:
+    world = World(seed=seed)
+    result = search(world, rounds=rounds, beam_width=beam_width, branch=branch, minibatch=1)
+    tries = Counter((trial.version, trial.task_id) for trial in world.trials if trial.task_id.startswith("held"))
+    assert tries == {(candidate.version, task.task_id): 1 for candidate in result.candidates for task in QUESTION.held_out}
+    assert result.beams[0] == result.candidates[:1]
+    assert len(result.beams) == rounds + 1
+    for before, beam in pairwise(result.beams):
+        scores = [candidate.score or 0.0 for candidate in beam]
+        assert 1 <= len(beam) <= beam_width
+        assert scores == sorted(scores, reverse=True)
+        assert scores[0] >= (before[0].score or 0.0)
+    assert result.best.score == max(candidate.score or 0.0 for candidate in result.candidates)
+    done, longer = world.done, search(world, rounds=rounds + 1, beam_width=beam_width, branch=branch, minibatch=1)
+    assert longer.beams[:-1] == result.beams, "a longer search of the same question goes on where a shorter one ended"
+    assert world.done - done <= beam_width * (1 + 6 * branch)
+
+
+class Equals(World):
+    """A world whose prompts are all worth the same; the last of three edits is no new text, and version 4 cannot be compared."""
+
+    def edit(self, name: str, text: str | None, edit: Edit) -> int | None:
+        version = (3, 4, 1)[edit.number]
+        self.texts[version] = str(version)
+        self.recorded.append(replace(edit, version=version))
+        return version
+
+    async def run(self, tasks: Sequence[Task]) -> list[str]:
+        """Every prompt is worth a half, but version 4 has no reward."""
+        ids = await super().run(tasks)
+        scored = [replace(trial, score=None if trial.version == 4 else 0.5) for trial in self.trials]
+        self.trials = scored
+        return ids
+
+
+def test_search_keeps_older_of_equals_and_ranks_no_unmeasured_version() -> None:
+    result = search(Equals(), rounds=1, beam_width=3, branch=3)
+    assert [[candidate.version for candidate in beam] for beam in result.beams] == [[1], [1, 3]]
+    assert [candidate.version for candidate in result.candidates] in ([1, 3, 4], [1, 4, 3])
 
 
 def test_search_changes_no_published_prompt_and_names_edits() -> None:
