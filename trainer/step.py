@@ -106,17 +106,7 @@ class StepTransaction:
                 calls.write_parquet(directory / checkpoint.TRAINED_CALLS)
             return sums
 
-        return checkpoint.write(
-            settings.directory,
-            policy=settings.policy,
-            branch=settings.branch,
-            version=lease.version,
-            parent=lease.parent,
-            batch_id=lease.batch_id,
-            base=base,
-            save=save,
-            adapter=adapter_of(base, settings),
-        )
+        return checkpoint.write(settings, lease, base, save, adapter_of(base, settings))
 
     def commit(self, lease: BatchLease, written: checkpoint.Checkpoint, metrics: dict[str, float]) -> LedgerVersion:
         """Commit the version, and return it.

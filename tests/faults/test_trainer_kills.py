@@ -125,7 +125,7 @@ def test_trainer_killed_at_random_points_ends_with_undisturbed_weights(
 def resolve_targets(settings: Settings, log: Path, seen: int, chance: Random, seconds: float) -> None:
     """Wait for the moment of a kill: a random one of the start or of all steps, or of the milliseconds around checkpoint and commit."""
     stage = chance.choice(["start", "steps", "checkpoint", "commit"])
-    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    directory = checkpoint.branch_directory(settings.trainer)
     if stage == "start":
         time.sleep(chance.uniform(0, 1))
         return
@@ -183,7 +183,7 @@ def skipped(settings: Settings) -> dict[str, SkipReason]:
 
 def left_behind(settings: Settings) -> set[str]:
     """Directories that no committed version has."""
-    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    directory = checkpoint.branch_directory(settings.trainer)
     known = {f"v{version.version}" for version in versions(settings) if version.status is VersionStatus.COMMITTED}
     return {path.name for path in directory.iterdir()} - known
 
@@ -201,7 +201,7 @@ def place(settings: Settings) -> str:
     if not (settings.trainer.directory / "ledger.db").exists():
         return "before there was a ledger"
     known = {version.version: version.status for version in versions(settings)}
-    directory = checkpoint.branch_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch)
+    directory = checkpoint.branch_directory(settings.trainer)
     if None not in known.values():
         return "between two steps, or at its start"
     if any(directory.glob(".writing-*")):

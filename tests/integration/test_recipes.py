@@ -32,7 +32,7 @@ def test_recipe_tiny_serves_trained_version(name: str, method: Method, vllm_cach
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["version"] >= 1
     settings = load_settings(file=tmp_path / name / "spangrad.toml", env={})
-    version = version_directory(settings.trainer.directory, settings.trainer.policy, settings.trainer.branch, 1)
+    version = version_directory(settings.trainer, 1)
     assert (version / (adapters.WEIGHTS if method == "lora" else checkpoint.WEIGHTS)).exists()
     with running_store(settings.store, tmp_path / "store.log"):
         client = connect(settings.store)

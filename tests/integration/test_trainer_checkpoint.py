@@ -12,9 +12,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from spangrad.errors import CheckpointError
+from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from tests.support.processes import left_by_crashes
+from trainer.ledger.ledger import BatchLease
 from trainer.publish import checkpoint
 from trainer.publish.checkpoint import Checkpoint
 
@@ -41,8 +43,11 @@ def save_all(directory: Path) -> None:
 
 
 def write(directory: Path, base: Path, version: int = 1, save: Callable[[Path], None] = save_all) -> Checkpoint:
-    names = {"policy": "org/policy", "branch": "main", "batch_id": "b"}
-    return checkpoint.write(directory, **names, version=version, parent=0, base=base, save=save)
+    return checkpoint.write(settings_of(directory), BatchLease("b", version, 0), base, save)
+
+
+def settings_of(directory: Path) -> TrainerSettings:
+    return TrainerSettings(directory=directory, policy="org/policy", branch="main")
 
 
 def test_write_closes_the_directory_that_it_creates_to_other_users(base: Path, tmp_path: Path) -> None:
@@ -94,7 +99,7 @@ def test_checkpoint_write_killed_before_rename_leaves_nothing_visible(tmp_path: 
             whole += 1
             marker = json.loads((directory / versions[0] / "STABLE").read_text())
             checkpoint.verify(directory / versions[0], marker["checksum"])
-        checkpoint.sweep(directory, "org/policy", "main", lambda: {1: VersionStatus.COMMITTED})
+        checkpoint.sweep(settings_of(directory), lambda: {1: VersionStatus.COMMITTED})
         assert visible(directory) == versions
     assert boundaries[-1] > 30, "the boundaries were not found"
     assert len(boundaries) > 5, "deaths fell before, within and after the files"
@@ -158,5 +163,5 @@ def test_checkpoint_verify_other_weights_of_same_size_raises(tmp_path: Path, bas
 def test_checkpoint_prune_removes_old_versions(tmp_path: Path, base: Path):
     for version in (1, 3, 5):
         write(tmp_path / "policies", base, version)
-    checkpoint.delete(checkpoint.prune(tmp_path / "policies", "org/policy", "main", [0, 3]))
+    checkpoint.delete(checkpoint.prune(settings_of(tmp_path / "policies"), [0, 3]))
     assert visible(tmp_path / "policies") == ["org%2Fpolicy/main/v1", "org%2Fpolicy/main/v5"]

@@ -102,7 +102,7 @@ class TrainerCommands:
 
     def weights(self, branch: str, version: int) -> dict[str, np.ndarray]:
         settings = self.settings(branch).trainer
-        return load_file(checkpoint.version_directory(settings.directory, settings.policy, settings.branch, version) / checkpoint.WEIGHTS)
+        return load_file(checkpoint.version_directory(settings, version) / checkpoint.WEIGHTS)
 
     def agree(self, branch: str, other: str, share: float = 1e-4) -> bool:
         """Return whether the weights after training on two branches differ by rounding alone.

@@ -27,7 +27,7 @@ from tests.support.receivers import sums_of_arrays
 from trainer.credit.assignment import Units
 from trainer.data.batch import Batch, TokenValues
 from trainer.data.source import BatchRollout, Group, Loaded
-from trainer.ledger.ledger import Ledger
+from trainer.ledger.ledger import BatchLease, Ledger
 from trainer.ledger.mirror import Mirror
 from trainer.ledger.recovery import newest_version, open_ledger, prepare, running_trainer
 from trainer.ledger.tables import LedgerVersion
@@ -377,14 +377,5 @@ def save(engine: VerlOptimizer | FileOptimizer, directory: Path) -> None:
 
 def written(engine: VerlOptimizer, base: Path, directory: Path) -> checkpoint.Checkpoint:
     """Write what an engine holds as version 1 of policy `p`; `base` is the model that it began with."""
-    return checkpoint.write(
-        directory,
-        policy="p",
-        branch="main",
-        version=1,
-        parent=0,
-        batch_id="b",
-        base=base,
-        save=partial(save, engine),
-        adapter=adapter_of(base, engine.settings),
-    )
+    branch = engine.settings.model_copy(update={"directory": directory, "policy": "p", "branch": "main"})
+    return checkpoint.write(branch, BatchLease("b", 1, 0), base, partial(save, engine), adapter_of(base, engine.settings))

@@ -118,7 +118,7 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
         CheckpointError: the directory of the branch's versions cannot be written, or the version to go back to is damaged.
     """
     trainer = settings.trainer
-    versions = checkpoint.branch_directory(trainer.directory, trainer.policy, trainer.branch)
+    versions = checkpoint.branch_directory(trainer)
     path = versions.with_name(f".{versions.name}.lock")
     try:
         make_private(trainer.directory)
@@ -130,7 +130,7 @@ def running_trainer(ledger: Ledger, settings: Settings) -> Generator[LedgerVersi
         # Trainers of a branch share their versions' directory, also those on other machines, and the system ends the lock of one that dies.
         newest = None
         if _locked(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            checkpoint.sweep_states(trainer.directory, trainer.policy, trainer.branch)
+            checkpoint.sweep_states(trainer)
             newest = _orphan_after_crash(ledger, settings)
         _locked(file, fcntl.LOCK_SH)
         yield newest or newest_version(ledger)  # now: another that was alone may have orphaned the head meanwhile
@@ -164,7 +164,7 @@ def _orphan_after_crash(ledger: Ledger, settings: Settings) -> LedgerVersion:
     checkpoint.verify(Path(base.policy_version.path), base.policy_version.checksum)  # training goes on from there
     if not ledger.orphan(lost, base.version):
         return newest
-    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
+    checkpoint.sweep(trainer, ledger.statuses)
     for version in lost:
         logger.warning("version %d is orphaned, as its optimizer state was not written: its rollouts are free again", version.version)
     return base
@@ -179,8 +179,7 @@ def undo_leases(ledger: Ledger, settings: Settings) -> list[int]:
     orphaned = ledger.recover()
     for version in orphaned:
         logger.warning("version %d was never committed: its number stays taken, its rollouts are free again", version)
-    trainer = settings.trainer
-    checkpoint.sweep(trainer.directory, trainer.policy, trainer.branch, ledger.statuses)
+    checkpoint.sweep(settings.trainer, ledger.statuses)
     return orphaned
 
 
@@ -217,7 +216,7 @@ def _prune(ledger: Ledger, settings: Settings) -> None:
         kept = ledger.pinned() | ledger.parents_of_other_branches() | named | {*newest}
         bases = {steps_since_state(ledger, version)[0].version for version in versions if version.version in kept}
         old = [version.version for version in versions if version.version not in kept | bases]
-        hidden = checkpoint.prune(trainer.directory, trainer.policy, trainer.branch, old)
+        hidden = checkpoint.prune(trainer, old)
     checkpoint.delete(hidden)
 
 

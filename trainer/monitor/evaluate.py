@@ -109,7 +109,7 @@ def validation(rollouts: Sequence[Mapping[str, float]], settings: TrainerSetting
 def versions_with_weights(ledger: Ledger, settings: TrainerSettings) -> list[LedgerVersion]:
     """Return the versions of a branch whose directories are still there, and the one that it began with, oldest first."""
     beginning = [*ledger.statuses()][:1]  # its weights lie where the user put them
-    return ledger.versions([*beginning, *versions_on_disk(settings.directory, settings.policy, settings.branch)])
+    return ledger.versions([*beginning, *versions_on_disk(settings)])
 
 
 def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:

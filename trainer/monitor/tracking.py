@@ -66,7 +66,7 @@ class Trackers:
 
 def _open(settings: Settings) -> Any:
     trainer = settings.trainer
-    branch_files = branch_directory(trainer.directory, trainer.policy, trainer.branch)
+    branch_files = branch_directory(trainer)
     directories = {
         "TENSORBOARD_DIR": str(branch_files / "tensorboard"),
         "MLFLOW_TRACKING_URI": f"sqlite:///{branch_files / 'mlflow.db'}",

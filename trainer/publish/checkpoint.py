@@ -15,16 +15,20 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from spangrad.errors import JSON_ERRORS, CheckpointError
 from spangrad.processes import make_private
+from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from spangrad.weights import adapters
 from spangrad.weights.adapters import AdapterFacts
 from spangrad.weights.checksums import checksum_directory, tokenizer_hash
 from spangrad.weights.shards import TensorSums, checksum_of
+
+if TYPE_CHECKING:
+    from trainer.ledger.ledger import BatchLease
 
 MARKER = "STABLE"
 WEIGHTS = "model.safetensors"
@@ -43,50 +47,30 @@ _NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.js
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Directory of a version, as its marker describes it."""
+    """Directory of a version that was written."""
 
     path: Path
-    policy: str
-    branch: str
-    version: int
-    parent: int
-    batch_id: str
     checksum: str
     """Checksum of the weights (`spangrad.weights.checksums.checksum_directory`)."""
     tokenizer_hash: str
 
 
-def branch_directory(directory: Path, policy: str, branch: str) -> Path:
-    """Return the directory of a branch's versions; names are quoted, so that a slash in one makes no directory."""
-    return directory.absolute() / quote(policy, safe="") / quote(branch, safe="")
+def branch_directory(settings: TrainerSettings) -> Path:
+    """Return the directory of the versions of a trainer's branch; names are quoted, so that a slash in one makes no directory."""
+    return settings.directory.absolute() / quote(settings.policy, safe="") / quote(settings.branch, safe="")
 
 
-def version_directory(directory: Path, policy: str, branch: str, version: int) -> Path:
+def version_directory(settings: TrainerSettings, version: int) -> Path:
     """Return the directory of a version, which exists once the version is whole."""
-    return branch_directory(directory, policy, branch) / f"v{version}"
+    return branch_directory(settings) / f"v{version}"
 
 
-def write(
-    directory: Path,
-    *,
-    policy: str,
-    branch: str,
-    version: int,
-    parent: int,
-    batch_id: str,
-    base: Path,
-    save: Save,
-    adapter: AdapterFacts | None = None,
-) -> Checkpoint:
-    """Write a version.
+def write(settings: TrainerSettings, lease: BatchLease, base: Path, save: Save, adapter: AdapterFacts | None = None) -> Checkpoint:
+    """Write the version that a lease makes; its directory must not exist yet.
 
     Args:
-        directory: trainer.directory.
-        policy: its name.
-        branch: its branch.
-        version: its number; its directory must not exist yet.
-        parent: the version that was trained.
-        batch_id: id of the batch that it was trained on.
+        settings: of the trainer.
+        lease: of the step.
         base: a model directory whose configuration and tokenizer are copied.
         save: writes into a directory the parameters, and what lies beside them.
         adapter: base model, rank and alpha of the adapter. None: the weights are a whole model.
@@ -96,13 +80,13 @@ def write(
     """
     from safetensors import SafetensorError, safe_open
 
-    final = version_directory(directory, policy, branch, version)
+    final = version_directory(settings, lease.version)
     if final.exists():
-        raise CheckpointError(f"{final} exists, and version {version} was only now handed out. Move it away, and start again.")
+        raise CheckpointError(f"{final} exists, and version {lease.version} was only now handed out. Move it away, and start again.")
     temporary = final.with_name(f"{_TEMPORARY}{final.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        make_private(directory)
+        make_private(settings.directory)
         temporary.mkdir(parents=True)
         for file in sorted(base.iterdir()):
             if file.is_file() and file.name not in {MARKER, TRAINED_CALLS, adapters.CONFIG} and not file.name.endswith(_NOT_COPIED):
@@ -113,9 +97,9 @@ def write(
                 adapters.write_config(temporary, adapter, opened.keys())
         # An adapter's checksum is also of its base.
         checksum = checksum_of(sums, "float32") if sums and not adapter else checksum_directory(temporary)
-        written = Checkpoint(final, policy, branch, version, parent, batch_id, checksum, tokenizer_hash(temporary))
-        sizes = _synced(temporary)
-        facts = {**asdict(written), "path": str(final), "files": sizes}
+        written = Checkpoint(final, checksum, tokenizer_hash(temporary))
+        names = {"path": str(final), "policy": settings.policy, "branch": settings.branch, **asdict(lease)}
+        facts = {**asdict(written), **names, "files": _synced(temporary)}
         (temporary / MARKER).write_text(json.dumps(facts, indent=2) + "\n")
         _sync(temporary / MARKER)
         _sync(temporary)
@@ -123,8 +107,8 @@ def write(
         _sync(final.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"version {version} could not be written to {final.parent} ({error}). Make room there and start again: what was trained up to "
-            f"version {parent} is kept, and the batch is trained again."
+            f"version {lease.version} could not be written to {final.parent} ({error}). Make room there and start again: what was trained "
+            f"up to version {lease.parent} is kept, and the batch is trained again."
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -206,11 +190,6 @@ def add_state(path: Path, write: Save) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove(directory: Path, policy: str, branch: str, version: int) -> None:
-    """Remove a version, if it is there."""
-    delete(_hide([version_directory(directory, policy, branch, version)]))
-
-
 def _hide(paths: Iterable[Path]) -> list[Path]:
     """Rename versions, and return the new paths: under its final name, a half-removed directory would look complete."""
     hidden = list[Path]()
@@ -230,11 +209,10 @@ def delete(paths: Iterable[Path]) -> None:
             shutil.rmtree(path)
 
 
-def prune(directory: Path, policy: str, branch: str, old: Collection[int]) -> list[Path]:
+def prune(settings: TrainerSettings, old: Collection[int]) -> list[Path]:
     """Hide versions, but base models of adapters below the same directory; return the hidden directories, for `delete`."""
-    adapted = _adapted(directory) if old else ()
-    paths = [version_directory(directory, policy, branch, version) for version in old]
-    return _hide(path for path in paths if path not in adapted)
+    adapted = _adapted(settings.directory) if old else ()
+    return _hide(path for version in old if (path := version_directory(settings, version)) not in adapted)
 
 
 def _adapted(directory: Path) -> set[Path]:
@@ -247,37 +225,33 @@ def _adapted(directory: Path) -> set[Path]:
     return bases
 
 
-def sweep(directory: Path, policy: str, branch: str, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
+def sweep(settings: TrainerSettings, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
     """Remove half-written and half-removed versions that a crash left, and versions that were never committed.
 
     Args:
-        directory: trainer.directory.
-        policy: its name.
-        branch: its branch.
+        settings: of the trainer.
         statuses: returns the statuses of the branch's versions, None where a step is under way. It is called once the directories have been
             listed: versions that another trainer writes by then are under way or committed.
     """
-    left = sorted(branch_directory(directory, policy, branch).glob(f"{_TEMPORARY}v*"))
-    whole = sorted(branch_directory(directory, policy, branch).glob("v*"))
+    left = sorted(branch_directory(settings).glob(f"{_TEMPORARY}v*"))
+    whole = sorted(branch_directory(settings).glob("v*"))
     known = statuses()
     for path in left:
         if known.get(_number(path), VersionStatus.ORPHANED) is not None:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(path)
-    for path in whole:
-        if known.get(_number(path)) is VersionStatus.ORPHANED:
-            remove(directory, policy, branch, _number(path))
+    delete(_hide(path for path in whole if known.get(_number(path)) is VersionStatus.ORPHANED))
 
 
-def sweep_states(directory: Path, policy: str, branch: str) -> None:
+def sweep_states(settings: TrainerSettings) -> None:
     """Remove half-written states that a crash left; the caller ensures that no trainer of the branch runs."""
-    for path in branch_directory(directory, policy, branch).glob(f"{_TEMPORARY_STATE}v*"):
+    for path in branch_directory(settings).glob(f"{_TEMPORARY_STATE}v*"):
         shutil.rmtree(path, ignore_errors=True)  # what is left is removed before a state is written there
 
 
-def versions_on_disk(directory: Path, policy: str, branch: str) -> list[int]:
-    """Return the numbers of a branch's versions whose directories are there, in order."""
-    return sorted(number for path in branch_directory(directory, policy, branch).glob("v*") if (number := _number(path)) >= 0)
+def versions_on_disk(settings: TrainerSettings) -> list[int]:
+    """Return the numbers of the branch's versions whose directories are there, in order."""
+    return sorted(number for path in branch_directory(settings).glob("v*") if (number := _number(path)) >= 0)
 
 
 def _number(path: Path) -> int:
