@@ -79,14 +79,13 @@ class Evaluation:
 
         Ratings are whole points: a game more moves those of all versions a little.
         """
-        games = self._rollouts.games
-        if games.changes == self._rated:
+        if self._rollouts.game_changes == self._rated:
             return []
         by_version: dict[int, dict[str, float]] = {}
-        for competitor, rating in ratings(games).items():
+        for competitor, rating in ratings(self._rollouts.games).items():
             if competitor.policy == self._settings.policy:
                 by_version.setdefault(competitor.version, {})[f"validate_rating_{competitor.role}"] = float(round(rating))
-        changed, self._rated = self._write(ledger, by_version), games.changes
+        changed, self._rated = self._write(ledger, by_version), self._rollouts.game_changes
         return changed
 
 

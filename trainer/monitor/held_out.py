@@ -6,7 +6,8 @@ before, however many rollouts the run has; a rollout counts by its newest build;
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from spangrad.types import Mode
 from trainer.credit.roles import counts
 from trainer.data.built_groups import SWEEP_OVERLAP, THIS_RUN
 from trainer.monitor.batch_metrics import sums
-from trainer.monitor.ratings import Competitor, PlayedGames, Score, scores_of
+from trainer.monitor.ratings import Competitor, Score, scores_of
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -67,8 +68,10 @@ class HeldOutRollouts:
         """Time from which builds are read, in microseconds since 1970."""
         self._rollouts: dict[str, HeldOutRollout] = {}
         self._by_version: dict[int, dict[str, HeldOutRollout]] = {}
-        self.games = PlayedGames()
-        """Games of all rollouts that were read."""
+        self.games = Counter[Score]()
+        """Number of games of each score, of all rollouts that were read."""
+        self.game_changes = 0
+        """Number of games that were added or removed."""
 
     def of_version(self, version: int) -> Collection[HeldOutRollout]:
         """Return the rollouts of a version that were read."""
@@ -106,17 +109,24 @@ class HeldOutRollouts:
                 continue
             if before:
                 del self._rollouts[rollout_id]
-                self.games.remove(before.scores)
+                self._count(before.scores, -1)
                 if before.version is not None:
                     del self._by_version[before.version][rollout_id]
                     changed.add(before.version)
             if after:
                 self._rollouts[rollout_id] = after
-                self.games.add(after.scores)
+                self._count(after.scores, 1)
                 if after.version is not None:
                     self._by_version.setdefault(after.version, {})[rollout_id] = after
                     changed.add(after.version)
         return changed
+
+    def _count(self, scores: Iterable[Score], games: int) -> None:
+        for score in scores:
+            self.game_changes += 1
+            self.games[score] += games
+            if not self.games[score]:
+                del self.games[score]
 
     def _rollout(self, players: Sequence[Player], rewards: Sequence[Reward]) -> HeldOutRollout:
         own = [(agent, versions) for agent, policy, versions in players if policy == self._settings.policy]

@@ -10,7 +10,7 @@ Statistics 32 (2004), eq. 3: w_i = W_i / sum_j n_ij / (w_i + w_j). A rating is 4
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -36,7 +36,7 @@ class Competitor:
 SCRIPTS = Competitor()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Score:
     """Result of a game between two competitors."""
 
@@ -56,57 +56,26 @@ def scores_of(competitors: Sequence[Competitor], returns: Mapping[str, float]) -
     own = {competitor: returns.get(competitor.role, 0.0) for competitor in competitors}
     if len(own) == 1:
         own[SCRIPTS] = -sum(own.values())
-    return [Score(first, second, (1.0 + np.sign(own[first] - own[second])) / 2) for first, second in combinations(own, 2)]
+    return [Score(first, second, (1.0 + np.sign(own[first] - own[second])) / 2) for first, second in combinations(sorted(own), 2)]
 
 
-class PlayedGames:
-    """Results of games, summed by pair of competitors."""
-
-    def __init__(self, scores: Iterable[Score] = ()) -> None:
-        self._pairs: dict[tuple[Competitor, Competitor], tuple[int, float]] = {}
-        """Number of games of a pair, and points of the first, who is the smaller."""
-        self.changes = 0
-        """Number of scores that were added or removed."""
-        self.add(scores)
-
-    def add(self, scores: Iterable[Score]) -> None:
-        """Count scores."""
-        self._count(scores, 1)
-
-    def remove(self, scores: Iterable[Score]) -> None:
-        """Count no longer scores that were added."""
-        self._count(scores, -1)
-
-    def _count(self, scores: Iterable[Score], sign: int) -> None:
-        for score in scores:
-            self.changes += 1
-            in_order = score.competitor <= score.opponent
-            pair = (score.competitor, score.opponent) if in_order else (score.opponent, score.competitor)
-            games, points = self._pairs.get(pair, (0, 0.0))
-            self._pairs[pair] = games + sign, points + sign * (score.points if in_order else 1 - score.points)
-            if not self._pairs[pair][0]:
-                del self._pairs[pair]
-
-    def sums(self) -> Iterator[tuple[Competitor, Competitor, int, float]]:
-        """Yield pairs of competitors that have played, the number of their games, and the points of the first."""
-        for (first, second), (games, points) in self._pairs.items():
-            yield first, second, games, points
-
-
-def ratings(games: PlayedGames) -> dict[Competitor, float]:
+def ratings(games: Mapping[Score, int]) -> dict[Competitor, float]:
     """Return the rating of each competitor, that of scripts excepted, which is 0.
 
     An iteration costs what there are pairs that have played, not pairs of competitors.
+
+    Args:
+        games: number of games of each score.
     """
-    sums = list(games.sums())
-    competitors = sorted({competitor for first, second, *_ in sums for competitor in (first, second)} - {SCRIPTS})
+    competitors = sorted({competitor for score in games for competitor in (score.competitor, score.opponent)} - {SCRIPTS})
     if not competitors:
         return {}
     places = {competitor: place for place, competitor in enumerate([SCRIPTS, *competitors])}
-    prior = [(SCRIPTS, competitor, _PRIOR_GAMES, _PRIOR_GAMES / 2) for competitor in competitors]
-    firsts, seconds, counts, points = zip(*prior, *sums, strict=True)
-    first, second = (np.array([places[competitor] for competitor in side]) for side in (firsts, seconds))
-    played, won_by_first = np.array(counts, np.float64), np.array(points, np.float64)
+    prior = [(Score(SCRIPTS, competitor, 0.5), _PRIOR_GAMES) for competitor in competitors]
+    rows = [(places[score.competitor], places[score.opponent], count, count * score.points) for score, count in (*prior, *games.items())]
+    firsts, seconds, played, won_by_first = zip(*rows, strict=True)
+    first, second = np.array(firsts), np.array(seconds)
+    played, won_by_first = np.array(played, np.float64), np.array(won_by_first, np.float64)
     size = len(places)
     won = np.bincount(first, won_by_first, size) + np.bincount(second, played - won_by_first, size)
     strengths = np.ones(size)
