@@ -26,7 +26,7 @@ from trainer.monitor.evaluate import best, describe_best, validation
 from trainer.monitor.tracking import Trackers, grouped
 from trainer.monitor.view import LiveView, LogLines, row
 from trainer.monitor.watchers import watchers_of
-from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watchers
+from trainer.monitor.watching import Clock, CommittedStep, StepStage, Watcher, Watchers
 from trainer.optim.process import quiet
 
 SECOND = 1_000_000_000
@@ -55,7 +55,7 @@ class Terminal(io.StringIO):
         return True
 
 
-class Broken:
+class Broken(Watcher):
     """A tracker whose network is down."""
 
     def stepped(self, step: CommittedStep) -> None:
@@ -68,7 +68,7 @@ class Broken:
         raise ConnectionError("no route")
 
 
-class Kept:
+class Kept(Watcher):
     """Remembers what it is told."""
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from span_processors.export import tracer_provider
 from spangrad import semconv
 from spangrad.http.service import bearer
 from spangrad.store.clickhouse import LONG, batches, constant, store_errors
+from trainer.monitor.watching import Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from spangrad.settings import Settings
     from trainer.data.source import BatchRollout
-    from trainer.ledger.tables import LedgerVersion
     from trainer.monitor.watching import CommittedStep
 
 SERVICE = "spangrad-trainer"
@@ -40,7 +40,7 @@ FROM spangrad_internal.transitions WHERE RunId = %(run)s AND RolloutId IN {rollo
 """
 
 
-class StepSpans:
+class StepSpans(Watcher):
     """Sender of a span for each step."""
 
     def __init__(self, settings: Settings, client: Client) -> None:
@@ -74,9 +74,6 @@ class StepSpans:
         for stage in step.stages:
             self._tracer.start_span(stage.name, context=within, start_time=stage.began).end(stage.ended)
         span.end(step.stages[-1].ended)
-
-    def evaluated(self, version: LedgerVersion, newest: int) -> None:
-        """Do nothing: held-out rollouts have spans of their own."""
 
     def close(self) -> None:
         """Send what is queued, for a bounded time."""

@@ -13,6 +13,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import SettingsError
+from trainer.monitor.watching import Watcher
 from trainer.publish.checkpoint import branch_directory
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _GROUPS = ("seconds", "validate", "held_out", "staleness", "mean_reward", "logpr
 """Prefixes of names that are groups of their own; all other names are in the group `train`."""
 
 
-class Trackers:
+class Trackers(Watcher):
     """Trackers of trainer.trackers: project = the policy, experiment = its branch."""
 
     def __init__(self, settings: Settings) -> None:

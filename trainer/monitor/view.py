@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from spangrad.settings import TrainerSettings
 from trainer.ledger.tables import LedgerVersion
 from trainer.monitor.evaluate import describe_validation
-from trainer.monitor.watching import CommittedStep, stage_seconds
+from trainer.monitor.watching import CommittedStep, Watcher, stage_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ _LINE_STAGES = ("idle", "build", "load", "credit", "lease", "train", "forward", 
 """Stages that the log line names, where their seconds are known; forward and backward are parts of train."""
 
 
-class LogLines:
+class LogLines(Watcher):
     """Watcher that logs one line per step."""
 
     def stepped(self, step: CommittedStep) -> None:
@@ -39,11 +39,8 @@ class LogLines:
         """Log the metrics of the held-out rollouts."""
         logger.info("%s", describe_validation(version))
 
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
-
-class LiveView:
+class LiveView(Watcher):
     """Watcher that shows the last steps as a table, updated in place."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:

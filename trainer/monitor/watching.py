@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from trainer.data.source import BatchRollout
 from trainer.ledger.tables import LedgerVersion
@@ -133,23 +132,20 @@ class Clock:
         return name
 
 
-class Watcher(Protocol):
-    """Observer of a training run."""
+class Watcher:
+    """Observer of a training run, which ignores what it does not override."""
 
     def stepped(self, step: CommittedStep) -> None:
         """Handle a version that was committed, and published where versions are."""
-        ...
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
         """Handle new metrics of a version's held-out rollouts, while version `newest` is the newest."""
-        ...
 
     def close(self) -> None:
         """Close the watcher at the end of the run, after success or failure."""
-        ...
 
 
-class Watchers:
+class Watchers(Watcher):
     """Group of watchers, as one that never fails."""
 
     def __init__(self, watchers: Iterable[Watcher]) -> None:
@@ -157,26 +153,19 @@ class Watchers:
 
     def stepped(self, step: CommittedStep) -> None:
         """Pass the step to each watcher."""
-        for watcher in self._watchers:
-            with _errors_logged(watcher):
-                watcher.stepped(step)
+        self._each(lambda watcher: watcher.stepped(step))
 
     def evaluated(self, version: LedgerVersion, newest: int) -> None:
         """Pass the evaluated version to each watcher."""
-        for watcher in self._watchers:
-            with _errors_logged(watcher):
-                watcher.evaluated(version, newest)
+        self._each(lambda watcher: watcher.evaluated(version, newest))
 
     def close(self) -> None:
         """Close each watcher."""
+        self._each(lambda watcher: watcher.close())
+
+    def _each(self, call: Callable[[Watcher], None]) -> None:
         for watcher in self._watchers:
-            with _errors_logged(watcher):
-                watcher.close()
-
-
-@contextmanager
-def _errors_logged(watcher: Watcher) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:  # trackers are other people's code, over other people's networks
-        logger.warning("%s failed, and training continues: %s: %s", type(watcher).__name__, type(error).__name__, error)
+            try:
+                call(watcher)
+            except Exception as error:  # trackers are other people's code, over other people's networks
+                logger.warning("%s failed, and training continues: %s: %s", type(watcher).__name__, type(error).__name__, error)
