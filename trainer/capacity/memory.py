@@ -79,8 +79,9 @@ def _adapters(model: Architecture, settings: TrainerSettings) -> int:
     return trained_parameters(model, settings) if settings.lora.rank else 0
 
 
-def _has_critic(settings: TrainerSettings) -> bool:
-    return settings.credit.estimator == "gae"
+def _critic(model: Architecture, settings: TrainerSettings) -> int:
+    """Return the bytes of the critic's weights and moments; 0 without one."""
+    return model.critic_parameters * (_FLOAT32 + _MOMENTS) if settings.credit.estimator == "gae" else 0
 
 
 # A GPU of the trainer.
@@ -107,14 +108,15 @@ def trainer_gpu(model: Architecture, settings: TrainerSettings, ranks: int, devi
 def _state(model: Architecture, settings: TrainerSettings, ranks: int) -> list[MemoryItem]:
     """Return what a rank holds throughout: float32 shards of each model (`trainer.optim.verl_worker`), gradients summed and sharded."""
     trained = trained_parameters(model, settings)
-    critic = model.critic_parameters * (2 * _FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
+    critic = _critic(model, settings)
+    gradients = model.critic_parameters * _FLOAT32 if critic else 0
     reference = model.parameters * _FLOAT32 if settings.loss.kl_coef else 0
     return [
         MemoryItem("weights, float32", (model.parameters + _adapters(model, settings)) * _FLOAT32 // ranks),
         MemoryItem("gradients, float32", trained * _FLOAT32 // ranks),
         MemoryItem("AdamW's moments, float32", trained * _MOMENTS // ranks),
         MemoryItem("reference, float32", reference // ranks),
-        MemoryItem("critic: weights, gradients, moments", critic // ranks),
+        MemoryItem("critic: weights, gradients, moments", (critic + gradients) // ranks),
     ]
 
 
@@ -245,9 +247,8 @@ def moved_bytes(model: Architecture, settings: TrainerSettings) -> int:
     if not settings.workers.colocated:
         return 0
     trained = trained_parameters(model, settings)
-    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
     models = (1 + bool(settings.loss.kl_coef)) * model.parameters + _adapters(model, settings)
-    return models * _FLOAT32 + trained * _MOMENTS + critic
+    return models * _FLOAT32 + trained * _MOMENTS + _critic(model, settings)
 
 
 def sent_bytes(model: Architecture, settings: TrainerSettings, engine_width: int) -> int:
@@ -268,9 +269,8 @@ def _transfers(settings: TrainerSettings) -> bool:
 
 def _copies(model: Architecture, settings: TrainerSettings) -> int:
     """Return the bytes that all ranks copy at a step's start (`Rank.begin_step`)."""
-    undoable = settings.optim.epochs * settings.optim.mini_batches > 1 or _has_critic(settings)
-    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
-    if undoable:
+    critic = _critic(model, settings)
+    if critic or settings.optim.epochs * settings.optim.mini_batches > 1:
         return trained_parameters(model, settings) * (_FLOAT32 + _MOMENTS) + critic
     return trained_parameters(model, settings) * _FLOAT32 if held_versions(settings) else 0
 
@@ -283,8 +283,8 @@ def written_weights(model: Architecture, settings: TrainerSettings) -> int:
 def written_state(model: Architecture, settings: TrainerSettings) -> int:
     """Return the bytes of the state that all ranks collect and write beside the weights (`Rank.collect`)."""
     base = model.parameters if settings.lora.rank and settings.weight_sync.method != "adapter" else 0
-    critic = model.critic_parameters * (_FLOAT32 + _MOMENTS) if _has_critic(settings) else 0
-    return (base + _adapters(model, settings)) * _FLOAT32 + trained_parameters(model, settings) * _MOMENTS + critic
+    moments = trained_parameters(model, settings) * _MOMENTS + _critic(model, settings)
+    return (base + _adapters(model, settings)) * _FLOAT32 + moments
 
 
 def checkpoint_bytes(model: Architecture, settings: TrainerSettings) -> int:

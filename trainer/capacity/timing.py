@@ -13,20 +13,9 @@ from spangrad.probing.parallel import parallel_sizes
 from spangrad.probing.proposals import context_of
 from spangrad.settings import Settings, TrainerSettings
 from trainer.capacity import engines as engine_memory
-from trainer.capacity import memory
+from trainer.capacity import hardware, memory
 from trainer.capacity.architecture import Architecture
-from trainer.capacity.hardware import (
-    ALL_REDUCE_SECONDS,
-    CAST_CHECKSUM_RATE,
-    CAST_RATE,
-    CHECKSUM_RATE,
-    DECODE_SHARE,
-    DISK_RATE,
-    NETWORK_RATE,
-    PREFILL_MFU,
-    TRAINING_MFU,
-    GpuCluster,
-)
+from trainer.capacity.hardware import GpuCluster
 
 _FLOAT32 = 4
 _UPDATE_BYTES = 28
@@ -73,17 +62,17 @@ def generation(model: Architecture, settings: Settings, cluster: GpuCluster, eng
     width = engine_memory.engine_width(engine)
     cache = at_once * work.tokens // 2 * engine_memory.cache_values(model, sizes)
     read = (engine_memory.worker_parameters(model, sizes) + cache) * width
-    compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * PREFILL_MFU) / sizes.of_replica
+    compute = 2 * model.active_parameters * at_once / (gpu.bf16_flops * hardware.PREFILL_MFU) / sizes.of_replica
     reduced = _all_reduces(model, sizes.tensor, at_once * model.hidden * width, gpu.peer_rate)
     waves = math.ceil(of_replica / at_once)
     # A token passes the stages one after the other.
-    seconds = waves * work.tokens * (sizes.pipeline * max(read / (gpu.memory_rate * DECODE_SHARE), compute) + reduced)
+    seconds = waves * work.tokens * (sizes.pipeline * max(read / (gpu.memory_rate * hardware.DECODE_SHARE), compute) + reduced)
     return StageEstimate("generation", seconds, waves * work.tokens * read, "GPU memory of an engine's worker")
 
 
 def _all_reduces(model: Architecture, tensor: int, size: int, rate: float) -> float:
     """Return the seconds in which the workers of a layer add up their parts, twice a layer, for one token of each call."""
-    return 2 * model.layers * (ALL_REDUCE_SECONDS + 2 * size * (tensor - 1) / tensor / rate) if tensor > 1 else 0.0
+    return 2 * model.layers * (hardware.ALL_REDUCE_SECONDS + 2 * size * (tensor - 1) / tensor / rate) if tensor > 1 else 0.0
 
 
 def training(
@@ -93,7 +82,7 @@ def training(
     trainer, gpu = settings.trainer, cluster.gpu
     peak = gpu.fp32_flops if trainer.dtype == "fp32" else gpu.bf16_flops
     operations = _operations_a_token(model, trainer, work.tokens) * work.all_tokens
-    compute = operations / (ranks * peak * TRAINING_MFU)
+    compute = operations / (ranks * peak * hardware.TRAINING_MFU)
     moved = _sharded_bytes(model, trainer, ranks) * _micro_batches(trainer, ranks, work)
     shards = memory.trained_parameters(model, trainer) // ranks
     steps = trainer.optim.epochs * trainer.optim.mini_batches
@@ -129,7 +118,7 @@ def _micro_batches(settings: TrainerSettings, ranks: int, work: StepWorkload) ->
 
 def _link_rate(cluster: GpuCluster, hosts: int) -> float:
     """Return the rate at which a rank gets others' shards: of the GPUs of a host, all of which share its network, or of its links."""
-    return min(cluster.gpu.peer_rate, NETWORK_RATE) if hosts > 1 else cluster.gpu.peer_rate
+    return min(cluster.gpu.peer_rate, hardware.NETWORK_RATE) if hosts > 1 else cluster.gpu.peer_rate
 
 
 def _link(hosts: int) -> str:
@@ -149,8 +138,8 @@ def checkpoint(model: Architecture, settings: Settings, cluster: GpuCluster, ran
     weights = memory.written_weights(model, settings.trainer)
     every = 1 if settings.trainer.lora.rank else settings.trainer.checkpoint.every
     size = weights + memory.written_state(model, settings.trainer) // every
-    own = (size / cluster.gpu.host_rate + weights / CHECKSUM_RATE) / ranks
-    return StageEstimate("checkpoint", own + size / DISK_RATE, size, "disk")
+    own = (size / cluster.gpu.host_rate + weights / hardware.CHECKSUM_RATE) / ranks
+    return StageEstimate("checkpoint", own + size / hardware.DISK_RATE, size, "disk")
 
 
 def publications(model: Architecture, settings: Settings, cluster: GpuCluster, engines: int, ranks: int) -> list[StageEstimate]:
@@ -159,19 +148,23 @@ def publications(model: Architecture, settings: Settings, cluster: GpuCluster, e
     whole, served = model.parameters * _FLOAT32, model.parameters * engine_memory.engine_width(settings.engine)
     casts, replicas = served < whole, engines * sizes.data
     to_gpu = served / sizes.of_replica / cluster.gpu.host_rate
-    checks = whole / CHECKSUM_RATE + (whole / CAST_CHECKSUM_RATE if casts else 0)
+    checks = whole / hardware.CHECKSUM_RATE + (whole / hardware.CAST_CHECKSUM_RATE if casts else 0)
     stages = [
-        StageEstimate("publication by disk", checks + whole / DISK_RATE + to_gpu, whole * replicas, "files, read by engines"),
+        StageEstimate("publication by disk", checks + whole / hardware.DISK_RATE + to_gpu, whole * replicas, "files, read by engines"),
         StageEstimate(
             "publication by transfer over http",
-            (checks + (whole / CAST_RATE if casts else 0)) / ranks + served * replicas / NETWORK_RATE + to_gpu,
+            (checks + (whole / hardware.CAST_RATE if casts else 0)) / ranks + served * replicas / hardware.NETWORK_RATE + to_gpu,
             served * replicas,
             "ranks, each its share, to engines",
         ),
     ]
     if settings.trainer.lora.rank:
         adapters = model.adapter_parameters(settings.trainer.lora.rank, settings.trainer.lora.modules) * _FLOAT32
-        seconds = adapters / DISK_RATE + adapters / CHECKSUM_RATE + whole / (CAST_CHECKSUM_RATE if casts else CHECKSUM_RATE)
+        seconds = (
+            adapters / hardware.DISK_RATE
+            + adapters / hardware.CHECKSUM_RATE
+            + whole / (hardware.CAST_CHECKSUM_RATE if casts else hardware.CHECKSUM_RATE)
+        )
         stages.append(StageEstimate("publication by adapter", seconds, adapters * replicas, "files, read by engines"))
     return stages
 
