@@ -123,12 +123,12 @@ class Trainer:
         """Bring the store's copy and the gateway up to the ledger's newest commit."""
         self.mirror.catch_up()
         if self.publishing:
-            self.publishing.start(self.loaded, self._weights)
+            self.publishing.start(self._weights)
 
     def _publish_again(self) -> None:
         """Publish the newest version to restarted engines, unless a step is under way: its publication follows."""
         if self.publishing and threading.current_thread() is self._main and self.follow_ups.are_done:
-            self.publishing.collect_or_retry(self.loaded, self._weights)
+            self.publishing.collect_or_retry(self._weights)
 
     def _idle(self, seconds: float) -> None:
         """Wait so many seconds for builds; at intervals undo leases of the dead, evaluate, and check the served version."""
@@ -243,7 +243,8 @@ class Trainer:
         """Return the parameters in memory. None: they are off the devices while engines serve, and are sent from files."""
         if self.turns.are_taken:
             return None
-        return WeightSource(lambda: self._load(self.loaded).weights(), lambda: self._load(self.loaded).rank_senders)
+        arrays, ranks = lambda: self._load(self.loaded).weights(), lambda: self._load(self.loaded).rank_senders
+        return WeightSource(arrays, ranks, version=self.loaded.version)
 
     def _close_optimizer(self) -> None:
         if self.optimizer:
@@ -357,7 +358,7 @@ class Trainer:
             return {}
         with timed(step.stages, "publish", beside=self._overlaps):
             self.turns.hand_back()
-            served = self.publishing.publish() if self._overlaps else self.publishing.publish(committed, self._weights)
+            served = self.publishing.publish(None if self._overlaps else self._weights)
         return served.metrics if served and served.version == committed.version else {}
 
     def close(self) -> None:

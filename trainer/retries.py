@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _at_once: ContextVar[bool] = ContextVar("at_once", default=False)
 """True: requests of this thread, and of work that copies its context, are made once."""
-BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
+_BACK_OFF = tenacity.wait_exponential_jitter(multiplier=0.2, max=10.0, jitter=0.2)
 """Wait between a failed attempt and the next, in seconds."""
 
 
@@ -31,11 +31,7 @@ class Outage:
     """Outage of one service, as seen by one of its clients."""
 
     def __init__(self, service: str) -> None:
-        """Begin with a service that answers.
-
-        Args:
-            service: its name at the beginning of a sentence, such as `the gateway`.
-        """
+        """Begin with a service that answers, named as at the beginning of a sentence, such as `the gateway`."""
         self._service = service
         self._lock = threading.Lock()
         self._began: float | None = None
@@ -54,12 +50,7 @@ class Outage:
             self.failed(error)
 
     def failed(self, error: BaseException, *, is_retry: bool = True) -> None:
-        """Count a failed attempt, and log a warning for the first.
-
-        Args:
-            error: the error; its text is logged.
-            is_retry: True if the attempt is repeated, so that it counts as a retry.
-        """
+        """Count a failed attempt, as a retry if it is repeated, and log the error of the first as a warning."""
         with self._lock:
             self._retries += is_retry
             self._failures += 1
@@ -93,19 +84,15 @@ def without_retries() -> Generator[None]:
 
 
 def call_with_retries(work: Callable[[], T], is_transient: Callable[[BaseException], bool], outage: Outage, shutdown: Shutdown) -> T:
-    """Repeat a request until it succeeds, with back-off between attempts; once only inside `without_retries`.
+    """Repeat a request until it succeeds or its error is not transient, with back-off; once only inside `without_retries`.
 
-    Args:
-        work: makes the request; it may be called several times.
-        is_transient: predicate of transient errors; any other error is raised at once.
-        outage: counts and logs the attempts.
-        shutdown: ends the wait; then the last error is raised, or `Stopped` where no shield holds it back.
+    A shutdown ends the wait: then the last error is raised, or `Stopped` where no shield holds it back.
     """
     if _at_once.get():
         return work()
     attempts = tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_transient),
-        wait=BACK_OFF,
+        wait=_BACK_OFF,
         stop=lambda _: shutdown.is_ending,
         sleep=shutdown.sleep,
         before_sleep=outage.note,

@@ -32,28 +32,26 @@ Weights = Callable[[], Iterator[tuple[str, NDArray[np.float32]]]]
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Weights of a version in memory or in files."""
+    """Weights of a version in memory or in files; functions are called once the weights are asked for."""
 
     arrays: Weights
     """Yields whole parameters."""
     ranks: Callable[[], Sequence[RankAddress]]
-    """Returns the senders of the ranks that hold the parameters."""
+    """Returns the senders of all ranks that hold parts of the parameters."""
     directory: Path | None = None
     """Directory of the version's files, of which each rank reads its share. None: ranks have the parameters in memory."""
+    version: int | None = None
+    """Version that is in memory. None: it is known from elsewhere."""
 
 
-class RanksOffer:
-    """Weights of one version on the ranks that have them."""
+class WeightsOffer:
+    """Weights of one version that are offered to engines, whole or in the parts that ranks hold."""
 
-    def __init__(self, find_ranks: Callable[[], Sequence[RankAddress]], *, delta: bool, directory: Path | None = None) -> None:
-        """Offer what the ranks hold.
-
-        Args:
-            find_ranks: returns all ranks that have parts; called at the first request.
-            delta: True to offer differences from the version that was offered before.
-            directory: as in `WeightSource`.
-        """
-        self._find_ranks, self._delta, self._directory = find_ranks, delta, str(directory or "")
+    def __init__(self, source: WeightSource, *, delta: bool) -> None:
+        """Offer a version; with `delta`, ranks send differences from the version that was offered before."""
+        self._source, self._delta = source, delta
+        self._gathering = threading.Lock()
+        self._named: dict[str, NDArray[np.float32]] | None = None
         self._ranks: Sequence[RankAddress] = ()
         self._key = secrets.token_urlsafe(24)
         self._lock = threading.Lock()
@@ -61,6 +59,13 @@ class RanksOffer:
         """Plans by dtype, of which the ranks have copies."""
         self._sums: dict[tuple[str, frozenset[tuple[str, str]], ChecksumScope], dict[str, TensorSums]] = {}
         self._whole: int | None = None
+
+    def named(self) -> dict[str, NDArray[np.float32]]:
+        """Return whole parameters by name, gathered once."""
+        with self._gathering:
+            if self._named is None:
+                self._named = dict(self._source.arrays())
+            return self._named
 
     def plan(self, dtype: str) -> dict[str, Any]:
         """Return the plan by which a worker fetches words; at first, have the ranks copy them.
@@ -70,9 +75,9 @@ class RanksOffer:
         """
         with self._lock:
             if dtype not in self._plans:
-                self._ranks = self._ranks or self._find_ranks()
-                version = secrets.token_hex(8)
-                facts = {"version": version, "dtype": dtype, "key": self._key, "delta": self._delta, "directory": self._directory}
+                self._ranks = self._ranks or self._source.ranks()
+                version, directory = secrets.token_hex(8), str(self._source.directory or "")
+                facts = {"version": version, "dtype": dtype, "key": self._key, "delta": self._delta, "directory": directory}
                 answers = self._ask("/versions", facts)
                 self._plans[dtype] = {"version": version, "key": self._key, "dtype": dtype, **_joined(self._ranks, answers)}
             return self._plans[dtype]
@@ -88,7 +93,8 @@ class RanksOffer:
             key = dtype, frozenset(others.items()), scope
             if key not in self._sums:
                 answers = self._ask("/sums", {"dtype": dtype, "others": dict(others), "scope": scope})
-                self._sums[key] = added(_shards(answers))
+                shards = ((name, sums) for answer in answers for name, sums in answer["tensors"].items())
+                self._sums[key] = added((name, msgspec.convert(sums, TensorSums)) for name, sums in shards)
             if scope is ChecksumScope.FULL and self._whole is None:
                 self._whole = sum(int(answer["sum"]) for answer in self._ask("/whole", {})) & MASK
             whole = f"float32:{self._whole:016x}" if scope is ChecksumScope.FULL else ""
@@ -125,9 +131,3 @@ def _joined(ranks: Sequence[RankAddress], answers: Sequence[Mapping[str, Any]]) 
         "ranks": [{"url": rank.url, "parts": own} for rank, own in zip(ranks, parts, strict=True)],
         "base": bases.pop() if len(bases) == 1 else "",
     }
-
-
-def _shards(answers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, TensorSums]]:
-    for answer in answers:
-        for name, sums in answer["tensors"].items():
-            yield name, msgspec.convert(sums, TensorSums)

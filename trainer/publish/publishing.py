@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import tenacity
-
 from spangrad.errors import GatewayError, LedgerError
 from spangrad.settings import Settings
 from trainer.ledger.ledger import Ledger
@@ -25,20 +23,20 @@ from trainer.ledger.recovery import newest_version
 from trainer.publish.checkpoint import WEIGHTS
 from trainer.publish.offers import WeightSource
 from trainer.publish.publisher import EngineUsage, GatewayRefusedError, Publisher
-from trainer.retries import BACK_OFF, Outage, call_with_retries, without_retries
+from trainer.retries import Outage, call_with_retries, without_retries
 from trainer.shutdown import Shutdown
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from trainer.ledger.tables import LedgerVersion
     from trainer.optim.optimizer import VerlOptimizer
     from trainer.phases import Phases
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_SECONDS = 0.2
+_FIRST_RETRY_SECONDS, _RETRY_SECONDS = 0.2, 10.0
+"""Shortest and longest pause between two attempts in the background, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +61,7 @@ class HeadPublisher:
         phases: Phases,
         optimizer: Callable[[], VerlOptimizer | None],
     ) -> None:
-        """Publish the head of a ledger, once the policies of its phase are updated.
-
-        Args:
-            publisher: sends the requests.
-            ledger: of the branch.
-            settings: the whole tree.
-            shutdown: ends waits.
-            phases: of the branch.
-            optimizer: function that returns the optimizer that is loaded, whose ranks send weights. None: none is.
-        """
+        """Publish the head of a ledger, once the policies of its phase are updated; ranks of an optimizer that is loaded send weights."""
         self.publisher = publisher
         self._optimizer = optimizer
         self._ledger = ledger
@@ -98,15 +87,11 @@ class HeadPublisher:
         """Return whether a publication failed and has not succeeded since."""
         return self._thread is not None
 
-    def start(self, held: LedgerVersion, weights: WeightSource | None) -> None:
+    def start(self, weights: WeightSource | None) -> None:
         """Wait until the gateway has an engine, which may still be starting, and publish the head.
 
         A head that is reported as served is published, too: the gateway compares weights, not numbers, and restores engines that are down.
-        A head whose phase has not begun is published later.
-
-        Args:
-            held: version that this process has in memory.
-            weights: its parameters. None: they are read from files.
+        A head whose phase has not begun is published later. Without weights in memory the head is read from files.
 
         Raises:
             GatewayRefusedError: the gateway refuses the head permanently.
@@ -115,14 +100,14 @@ class HeadPublisher:
         end = time.monotonic() + self._settings.engine.start_timeout_seconds
         self._retried(self._await_engine, end)
         if self._phases.is_updated():
-            self._retried(lambda: self._attempt(held.version, weights), end)
+            self._retried(lambda: self._attempt(weights), end)
 
-    def publish(self, held: LedgerVersion | None = None, weights: WeightSource | None = None) -> ServedHead | None:
+    def publish(self, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head.
 
         Args:
-            held: version that this process has in memory. None: a step may be changing it, and parameters are read from files.
-            weights: its parameters, which do not change until this call returns.
+            weights: of the version in memory, which do not change until this call returns. None: a step may be changing them, and the head
+                is read from files.
 
         Returns:
             None: the gateway cannot serve it now, and it is retried in the background; or another process moved the head meanwhile; or the
@@ -137,7 +122,7 @@ class HeadPublisher:
         if not self._phases.is_updated():
             return None
         try:
-            return self._attempt(held.version if held else None, weights)
+            return self._attempt(weights)
         except GatewayRefusedError:
             raise
         except GatewayError as error:
@@ -147,7 +132,7 @@ class HeadPublisher:
                 self._thread.start()
             return None
 
-    def collect_or_retry(self, held: LedgerVersion, weights: WeightSource | None) -> None:
+    def collect_or_retry(self, weights: WeightSource | None) -> None:
         """Publish the head if its phase begins, or another version is served: a restarted engine has the weights that it was started with.
 
         Raises:
@@ -156,7 +141,7 @@ class HeadPublisher:
         if self.is_behind or not self._phases.is_updated():
             return
         if not self._phases.has_entered():
-            if served := self.publish(held, weights):
+            if served := self.publish(weights):
                 with self._lock:
                     self._published.append(served)
             return
@@ -168,7 +153,7 @@ class HeadPublisher:
             self.outage.failed(error, is_retry=False)
             return
         if served not in {None, newest_version(self._ledger).version}:
-            self.publish(held, weights)
+            self.publish(weights)
 
     def collect(self) -> list[ServedHead]:
         """Return the versions published in the background since the last call.
@@ -210,15 +195,11 @@ class HeadPublisher:
         if self.publisher.served(self._policy) is None:
             raise GatewayError(f"the gateway at {self._settings.gateway.url} has no engine. Start one with `spangrad engine`.")
 
-    def _attempt(self, held: int | None = None, weights: WeightSource | None = None) -> ServedHead | None:
+    def _attempt(self, weights: WeightSource | None = None) -> ServedHead | None:
         """Publish the head, even if it is older than the served version.
 
         It is after a rollback that did not reach the gateway, or where another branch's version was published by hand. That is replaced
         once: where a trainer of that branch publishes, too, each would replace the other's version without end.
-
-        Args:
-            held: version of `weights`.
-            weights: parameters that are in memory. None: they are read from files.
         """
         served = self.publisher.served(self._policy)
         head = newest_version(self._ledger)  # read last: a served version of this branch that is newer was its head before
@@ -226,7 +207,7 @@ class HeadPublisher:
         is_own = newer in self._ledger.statuses()
         is_foreign = newer is not None and not (is_own or self._has_replaced) and has_version(self._ledger.database, self._policy, newer)
         path = Path(head.policy_version.path)
-        chosen = weights if weights and head.version == held else self._from_files(path)
+        chosen = weights if weights and head.version == weights.version else self._from_files(path)
         try:
             seconds = self.publisher.publish(head.policy_version, again=is_own or is_foreign, weights=chosen)
         except GatewayError:
@@ -257,30 +238,22 @@ class HeadPublisher:
             return None
         return WeightSource(lambda: _read_weights(path / WEIGHTS), lambda: ranks, path)
 
-    def _sleep(self, seconds: float) -> None:
-        self._closed.wait(seconds)
-
     def _retry(self) -> None:
         """Publish the head, in a thread of its own, until that succeeds or is refused permanently."""
-        attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_transient),
-            wait=BACK_OFF,
-            stop=lambda _: self._closed.is_set(),
-            sleep=self._sleep,
-            before_sleep=self.outage.note,
-            reraise=True,
-        )
-        publication: ServedHead | None = None
-        refused: GatewayRefusedError | None = None
-        self._sleep(_FIRST_RETRY_SECONDS)
-        while not self._closed.is_set():
+        pause = _FIRST_RETRY_SECONDS
+        while not self._closed.wait(pause):
+            publication: ServedHead | None = None
+            refused: GatewayRefusedError | None = None
             try:
                 with without_retries():
-                    publication = attempts(self._attempt)
+                    publication = self._attempt()
+                pause = 0.0
             except GatewayRefusedError as error:
                 refused = error
-            except (GatewayError, LedgerError):
-                return  # closed
+            except (GatewayError, LedgerError) as error:
+                self.outage.failed(error)
+                pause = min(max(2 * pause, _FIRST_RETRY_SECONDS), _RETRY_SECONDS)
+                continue
             with self._lock:
                 if publication:
                     self._published.append(publication)

@@ -10,40 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 from collections.abc import Generator, Mapping
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from spangrad.errors import SettingsError, TrainerError
 from spangrad.http.tokens import is_token
 from spangrad.settings import TrainerSettings
 from spangrad.weights.shards import ChecksumScope
 from trainer.publish.nccl_sender import NcclSender
-from trainer.publish.offers import RanksOffer, WeightSource
+from trainer.publish.offers import WeightsOffer, WeightSource
 from trainer.publish.token_server import TokenServer
 
 logger = logging.getLogger(__name__)
-
-
-class _Offer:
-    """Weights of one version; whole parameters are read at the first request over NCCL, the ranks' parts at the first over HTTP."""
-
-    def __init__(self, source: WeightSource, ranks: RanksOffer) -> None:
-        self._source = source
-        self._lock = threading.Lock()
-        self._named: dict[str, NDArray[np.float32]] | None = None
-        self.ranks = ranks
-
-    @property
-    def named(self) -> dict[str, NDArray[np.float32]]:
-        """Return whole parameters by name, gathered once."""
-        with self._lock:
-            if self._named is None:
-                self._named = dict(self._source.arrays())
-            return self._named
 
 
 class WeightsSender:
@@ -58,7 +36,7 @@ class WeightsSender:
         self.token = secrets.token_urlsafe(24)
         self.sent: Mapping[str, int] = {}
         """Bytes that were sent over HTTP for the last version, as words (`full`) and as differences (`delta`). Empty: not known."""
-        self._offer: _Offer | None = None
+        self._offer: WeightsOffer | None = None
         self._nccl = NcclSender()
         sync = settings.weight_sync
         self._delta = sync.delta
@@ -79,14 +57,14 @@ class WeightsSender:
     @contextlib.contextmanager
     def offering(self, source: WeightSource) -> Generator[Mapping[str, str]]:
         """Offer these weights to the engines that the gateway names, until the block ends; yield URL and token for the gateway."""
-        offer = self._offer = _Offer(source, RanksOffer(source.ranks, delta=self._delta, directory=source.directory))
+        offer = self._offer = WeightsOffer(source, delta=self._delta)
         self.sent = {}
         try:
             yield {"url": self.url, "token": self.token}
         finally:
             self._offer = None
             try:
-                self.sent = offer.ranks.end()
+                self.sent = offer.end()
             except TrainerError as error:
                 logger.warning("a rank of the trainer could not be asked to end a transfer: %s", error)
 
@@ -96,19 +74,19 @@ class WeightsSender:
             raise TrainerError("no version is being published.")
         match path:
             case "/checksum":
-                return offer.ranks.sums(body["dtype"], body["others"], ChecksumScope(body["scope"]))
+                return offer.sums(body["dtype"], body["others"], ChecksumScope(body["scope"]))
             case "/transfers":
                 return self._transfer(offer, body)
             case _:
                 raise TrainerError(f"there is no {path}.")
 
-    def _transfer(self, offer: _Offer, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _transfer(self, offer: WeightsOffer, body: Mapping[str, Any]) -> dict[str, Any]:
         match body["over"]:
             case "http":
-                plan = offer.ranks.plan(body["dtype"])
+                plan = offer.plan(body["dtype"])
                 update = plan | {"base": ""} if body["whole"] else plan
                 return {"group": "http", "init": None if body["group"] == "http" else {}, "update": update}
             case "nccl":
-                return self._nccl.send(offer.named, body)
+                return self._nccl.send(offer.named(), body)
             case over:
                 raise TrainerError(f"weights are sent over http or nccl, not {over!r}.")
