@@ -33,12 +33,7 @@ class Phases:
     """Phases of one trainer's policy and of those that it is trained with."""
 
     def __init__(self, ledger: Ledger, settings: TrainerSettings) -> None:
-        """Open the other policies' ledgers, in the same database.
-
-        Args:
-            ledger: of the trainer's policy.
-            settings: of the trainer; phase_policies names the other policies.
-        """
+        """Open the ledgers of the other policies (trainer.phase_policies), in the same database."""
         location = ledger_location(settings)
         self._run, self._branch, self._policy = settings.run_id, settings.branch, settings.policy
         self._others = {policy: Ledger(location, policy, settings.branch) for policy in settings.phase_policies}
@@ -72,20 +67,16 @@ class Phases:
         return not self._others or self._entered(self._policy, self._played(self._policy)[-1])
 
     def advance(self, publish: Callable[[], None] | None) -> bool:
-        """Have the head served once every policy is updated, unless that was done.
+        """Have the head served once every policy is updated, unless that was done; log each wait for another policy once.
 
         Args:
             publish: publishes the head, and calls `enter` once it is served. None: versions are not published.
 
         Returns:
-            True: the phase is open.
+            True: the phase is open: the versions of all policies that play it are recorded as served.
         """
         if not self.has_entered() and self.is_updated():
             (publish or self.enter)()
-        return self.is_open()
-
-    def is_open(self) -> bool:
-        """Return whether the versions of all policies that play this policy's phase are recorded as served; log each wait once."""
         missing = self.awaited()
         is_open = not missing and self.has_entered()
         text = f"phase {self.number} begins once {', '.join(missing)} is updated and served" if missing else ""
@@ -104,11 +95,7 @@ class Phases:
         return {"phase": float(self.number)} if self._others else {}
 
     def enter(self, version: int | None = None) -> None:
-        """Record that a version of this policy is served; idempotent.
-
-        Args:
-            version: of the branch. None: the head.
-        """
+        """Record that a version of this policy, by default the head, is served; idempotent."""
         if not self._others:
             return
         played = self._played(self._policy)
@@ -155,14 +142,7 @@ class Phases:
 
 
 def of_other_phases(groups: Sequence[Group], loaded: Loaded, versions: Mapping[str, int], number: int) -> dict[Group, Skip]:
-    """Return the groups with a call of a policy in `versions` that another version answered, with the first such policy.
-
-    Args:
-        groups: ready groups, all of them loaded.
-        loaded: their transitions.
-        versions: version of each other policy that plays the phase.
-        number: number of the phase.
-    """
+    """Return the groups with a call of a policy that another version answered than plays phase `number`, with the first such policy."""
     calls = loaded.transitions.select(*GROUP_COLUMNS, "Policy", Version=versions_of_calls()).filter(pl.col("Policy").is_in(list(versions)))
     rows = calls.explode("Version").unique(maintain_order=True).iter_rows(named=True)
     skips: dict[Group, Skip] = {}
