@@ -31,12 +31,7 @@ _ANSWER = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
 def ask_for_critique(prompt: str, trials: Sequence[Trial]) -> Messages:
-    """Build the request for a critique of a prompt: the gradient, in words.
-
-    Args:
-        prompt: its text.
-        trials: rollouts with that prompt, in the order in which they are shown.
-    """
+    """Build the request for a critique of a prompt, by rollouts in the order in which they are shown: the gradient, in words."""
     runs = "\n\n".join(f"<run score={_score(trial)}>\n{_shortened(shown(trial, prompt), SHOWN_CHARACTERS)}\n</run>" for trial in trials)
     return _messages(_CRITIC, f"<prompt>\n{prompt}\n</prompt>\n\n{runs}")
 

@@ -43,15 +43,7 @@ class DeviceTurns:
         optimizer: Callable[[], VerlOptimizer | None],
         clock: Clock,
     ) -> None:
-        """Leave the devices to the engines.
-
-        Args:
-            publishing: publisher of the head. None: versions are not published, and no engine shares the devices.
-            settings: the whole tree.
-            shutdown: ends the wait for a gateway that does not answer.
-            optimizer: function that returns the optimizer that is loaded. None: none is.
-            clock: timer of the step's stages, of which the wait for the engines' sleep is one.
-        """
+        """Leave the devices to the engines; `optimizer` returns the one that is loaded, if one is."""
         self._publishing = publishing if settings.trainer.workers.colocated else None
         self._policy = settings.trainer.policy
         # An engine that forgot the base of its adapters would have to read it again, which no publication of an adapter does.
@@ -106,7 +98,6 @@ class DeviceTurns:
         self._on_device = False
 
     def _wake(self, publisher: Publisher) -> None:
-        """Wake the engines that no publication has woken."""
         try:
             publisher.wake_up(self._policy)
         except GatewayError as error:

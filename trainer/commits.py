@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spangrad.errors import LedgerError
@@ -54,20 +54,15 @@ class UncommittedVersion:
     """Renews the lease until it is closed."""
 
 
+@dataclass(slots=True)
 class StepLease:
-    """Lease of one step."""
+    """Lease of one step; nothing is leased at first."""
 
-    def __init__(self, commits: Commits, rollouts: Sequence[BatchRollout], parent: LedgerVersion) -> None:
-        """Lease nothing yet.
-
-        Args:
-            commits: of the branch.
-            rollouts: of the batch.
-            parent: version that is trained.
-        """
-        self._commits, self.rollouts, self.parent = commits, rollouts, parent
-        self._lease: BatchLease | None = None
-        self._beats = ExitStack()
+    commits: Commits
+    rollouts: Sequence[BatchRollout]
+    parent: LedgerVersion
+    _lease: BatchLease | None = None
+    _beats: ExitStack = field(default_factory=ExitStack)
 
     @contextmanager
     def begun(self) -> Generator[None]:
@@ -78,7 +73,7 @@ class StepLease:
             AlreadyTrainedError: a rollout is in another batch.
         """
         with self._beats:
-            if self._commits.transaction.branch.pending is None:
+            if self.commits.transaction.branch.pending is None:
                 self._take()
             yield
 
@@ -90,11 +85,11 @@ class StepLease:
             HeadMovedError: another trainer was faster.
             AlreadyTrainedError: a rollout is in another batch.
         """
-        with self._commits.clock.stage("settle"):
-            self._commits.settle()
+        with self.commits.clock.stage("settle"):
+            self.commits.settle()
         if self._lease is None:
             self._take()
-        elif not self._commits.transaction.branch.ledger.renew(self._lease):
+        elif not self.commits.transaction.branch.ledger.renew(self._lease):
             raise HeadMovedError(f"the lease of version {self._lease.version} was undone: branch {self.parent.branch} was rolled back.")
 
     def hand_on(self) -> tuple[BatchLease, ExitStack]:
@@ -103,8 +98,8 @@ class StepLease:
         return self._lease, self._beats.pop_all()
 
     def _take(self) -> None:
-        transaction = self._commits.transaction
-        with self._commits.clock.stage("lease"):
+        transaction = self.commits.transaction
+        with self.commits.clock.stage("lease"):
             self._lease = transaction.begin(self.rollouts, self.parent)
         if self._lease is None:
             raise HeadMovedError(f"branch {self.parent.branch} has a head other than version {self.parent.version}, or is about to.")
@@ -115,14 +110,7 @@ class Commits:
     """Commits of one trainer, one at a time."""
 
     def __init__(self, transaction: StepTransaction, follow_ups: FollowUps, clock: Clock, *, beside: bool) -> None:
-        """Commit nothing yet.
-
-        Args:
-            transaction: of the trainer's steps.
-            follow_ups: thread that commits, and does what follows.
-            clock: of the trainer's steps.
-            beside: True to commit beside the next step; False: within the step.
-        """
+        """Commit nothing yet; each version is committed by the follow-ups beside the next step, or within its own."""
         self.transaction = transaction
         self.clock = clock
         self._follow_ups = follow_ups

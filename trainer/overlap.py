@@ -30,12 +30,7 @@ class Lookahead:
     """Thread that loads and checks ready groups while a step is under way."""
 
     def __init__(self, look: Callable[[], None], arrived: Callable[[], bool]) -> None:
-        """Store the arguments; no thread runs yet.
-
-        Args:
-            look: loads and checks what is ready.
-            arrived: waits a little for something new, and returns whether there may be something.
-        """
+        """Start no thread yet; `arrived` waits a little for something new, and returns whether there may be something."""
         self._look = look
         self._arrived = arrived
         self._outage = Outage("the span store, for the next batch,")

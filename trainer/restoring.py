@@ -43,15 +43,7 @@ def restore(
     normalise: Normalise,
     make: Callable[[Path], VerlOptimizer],
 ) -> VerlOptimizer:
-    """Return the optimizer of a version.
-
-    Args:
-        version: of the ledger's branch.
-        ledger: of the branch.
-        source: reads the batches that are replayed.
-        settings: of the trainer.
-        normalise: how values are compared.
-        make: makes an optimizer of a Hugging Face model directory.
+    """Return the optimizer of a version of the ledger's branch; `make` makes one of a Hugging Face model directory.
 
     Raises:
         CheckpointError: a checkpoint is not what was committed, or a step cannot be replayed.

@@ -60,11 +60,7 @@ class StepTransaction:
             raise
 
     def undo(self, *, pending: bool = False) -> None:
-        """Undo the leases of this process after an error, which is raised; where this fails as well, the next start cleans up.
-
-        Args:
-            pending: True to undo that of the pending version as well.
-        """
+        """Undo the leases of this process after an error, with `pending` the pending version's, too; if this fails, the next start does."""
         try:
             if pending:
                 undo_leases(self.branch.ledger, self.settings)
@@ -74,26 +70,14 @@ class StepTransaction:
             logger.warning("%s", error)
 
     def begin(self, rollouts: Sequence[BatchRollout], parent: LedgerVersion, files: FileBatch | None = None) -> BatchLease | None:
-        """Lease rollouts for a step from a version. None: another step is under way, or the branch has another head by now.
-
-        Args:
-            rollouts: that the step uses.
-            parent: version that it trains.
-            files: that the step is made of. None: of rollouts alone.
-        """
+        """Lease rollouts, or files, for a step from a version. None: another step is under way, or the branch has another head by now."""
         with self.shutdown.shielded():
             return self.branch.ledger.begin(rollouts, parent.version, files=files)
 
     def write(
         self, lease: BatchLease, parent: LedgerVersion, write: checkpoint.Save, *, calls: pl.DataFrame | None = None
     ) -> checkpoint.Checkpoint:
-        """Write the checkpoint of the version that the lease makes.
-
-        Args:
-            lease: of the step.
-            parent: version that was trained.
-            write: writes the weights, and the optimizer's state where the run is resumed from it.
-            calls: that the step trained, with their advantages. None: it trained files.
+        """Write the checkpoint of the version that the lease makes, with the calls that the step trained unless it trained files.
 
         Raises:
             CheckpointError: it cannot be written.

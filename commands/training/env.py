@@ -57,10 +57,7 @@ def _serve(
 
 
 def named_environments(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the environments' references by name.
-
-    Args:
-        arguments: references, each with `NAME=` before it or without.
+    """Return the environments' references, each with `NAME=` before it or without, by name.
 
     Raises:
         SettingsError: there is none; or a name is given twice, cannot be a part of a URL, or is one of the server's own.

@@ -20,12 +20,7 @@ _FIRST_PORT = 8000
 
 
 def show(plan: CapacityPlan, layouts: Sequence[CapacityPlan]) -> None:
-    """Print the layout, memory by item, stages of a step, other layouts, and the settings.
-
-    Args:
-        plan: the plan.
-        layouts: the best plan of each layout.
-    """
+    """Print the layout, memory by item, stages of a step, the best plan of each layout, and the settings."""
     from commands.console import plain_console, print_table
     from spangrad.probing.proposals import size_text
     from trainer.capacity import memory
@@ -142,12 +137,7 @@ def as_json(plan: CapacityPlan) -> str:
 
 
 def settings_file(plan: CapacityPlan, model: Path) -> str:
-    """Return a settings file in TOML with the settings that fit.
-
-    Args:
-        plan: the plan.
-        model: directory of the model, or its config.json.
-    """
+    """Return a settings file in TOML with the settings that fit a model, named by its directory or its config.json."""
     from spangrad.probing.proposals import Proposal, settings_text
 
     directory = str((model if model.is_dir() else model.parent).absolute())

@@ -63,13 +63,7 @@ def adapter_facts(directory: Path) -> AdapterFacts | None:
 
 
 def write_config(directory: Path, facts: AdapterFacts, tensors: Iterable[str]) -> None:
-    """Write an adapter's configuration.
-
-    Args:
-        directory: directory of its tensors.
-        facts: base model, rank and alpha.
-        tensors: names of the tensors in the file.
-    """
+    """Write the configuration of an adapter beside its tensors, which have these names."""
     modules = sorted({name.removesuffix(A).removesuffix(B).rpartition(".")[2] for name in tensors})
     config = {
         "peft_type": "LORA",

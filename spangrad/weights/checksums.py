@@ -163,7 +163,6 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, str, NDArray[np.unsig
 
 
 def _placed(header: dict[str, Any]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield name, dtype, start and end of the tensors that a header names."""
     for tensor, facts in header.items():
         start, end = facts["data_offsets"]
         yield tensor, str(facts["dtype"]), int(start), int(end)

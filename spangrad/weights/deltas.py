@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spangrad.errors import CheckpointError
+from spangrad.weights.sums import Words
 
-Words = NDArray[np.unsignedinteger]
 Positions = NDArray[np.int64]
 _HEAD = struct.Struct("<BQQQ")
 _GAPS, _BITS = 0, 1
@@ -42,11 +42,7 @@ def encode_delta(positions: Positions, differences: Words, words: int) -> bytes:
 
 
 def decode_delta(data: bytes | memoryview, dtype: np.dtype[np.unsignedinteger]) -> tuple[Positions, Words]:
-    """Return the positions and the differences of a delta.
-
-    Args:
-        data: result of `encode_delta`.
-        dtype: unsigned integers of the words' size.
+    """Return the positions and the differences of a delta, whose words are unsigned integers of a dtype.
 
     Raises:
         CheckpointError: the bytes are no delta.

@@ -86,10 +86,6 @@ def sizes_to_try(model: Architecture, gpus: int) -> Iterator[ParallelSizes]:
     """Yield the divisions of one engine among some of a host's GPUs that are worth a try.
 
     Layers are divided first, as far as vLLM can divide the heads; stages, which wait for one another, take what is left.
-
-    Args:
-        model: shapes.
-        gpus: GPUs of a host.
     """
     powers = [2**exponent for exponent in range(gpus.bit_length()) if 2**exponent <= gpus]
     tensor = [size for size in powers if _divides_heads(model, size)]

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from spangrad.errors import SettingsError
 from spangrad.probing.parallel import ParallelSizes, parallel_sizes
@@ -152,13 +152,7 @@ def _excess(needed: int, limit: int) -> float:
 
 
 def candidates(model: Architecture, settings: Settings, cluster: GpuCluster, kept: Collection[str] = ()) -> list[CapacityPlan]:
-    """Return plans of every layout, with each choice of what the settings leave open.
-
-    Args:
-        model: shapes.
-        settings: resolved settings.
-        cluster: GPUs and hosts.
-        kept: keys of settings that the user has set, which stay as they are.
+    """Return plans of every layout, with each choice of what the settings leave open; settings of the keys `kept` stay as they are.
 
     Raises:
         SettingsError: what is set leaves no layout of trainer and engines.
@@ -208,6 +202,7 @@ def _plans_of_rank(
     )
     recomputations = [trainer.gradient_checkpointing] if _RECOMPUTATION in kept else [False, True]
     adapted = _with_adapters(settings, rank)
+    fixed_workers = [attrgetter(key) for key in kept if key.startswith("trainer.workers.")]
     is_fixed = "engine.extra_args" in kept
     divisions = [parallel_sizes(settings.engine.extra_args)] if is_fixed else engines.sizes_to_try(model, cluster.per_host)
     layouts = [(sizes, layout) for sizes in divisions for layout in _layouts(cluster, sizes, takes_turns=trainer.workers.colocated)]
@@ -220,7 +215,7 @@ def _plans_of_rank(
             "dtype": trainer.dtype or "bf16",
         }
         changed = served.model_copy(update={"trainer": served.trainer.model_copy(update=planned)})
-        if all(_value(changed, key) == _value(settings, key) for key in kept if key.startswith("trainer.workers.")):
+        if all(value(changed) == value(settings) for value in fixed_workers):
             yield _plan(model, changed, cluster, layout)
 
 
@@ -268,12 +263,6 @@ def _with_engine(settings: Settings, cluster: GpuCluster, context: int, sizes: P
     asleep = ["--enable-sleep-mode"] * takes_turns
     proposed = (*sizes.arguments, "--gpu-memory-utilization", str(share), *asleep) if sizes else settings.engine.extra_args
     return settings.model_copy(update={"engine": settings.engine.model_copy(update={"max_model_len": context, "extra_args": proposed})})
-
-
-def _value(settings: Any, key: str) -> object:
-    for name in key.split("."):
-        settings = getattr(settings, name)
-    return settings
 
 
 def _plan(model: Architecture, settings: Settings, cluster: GpuCluster, layout: _Layout) -> CapacityPlan:

@@ -164,11 +164,7 @@ class Cluster:
         return sort_placement_group_by_node_ip(self._groups)
 
     def close(self, *, keep_logs: bool = False) -> None:
-        """Release the resources, and stop the cluster if it was started here.
-
-        Args:
-            keep_logs: leave `directory` where it is.
-        """
+        """Release the resources, and stop the cluster if it was started here; with `keep_logs` its directory stays."""
         import ray
         from ray.util.placement_group import remove_placement_group
 

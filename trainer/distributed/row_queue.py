@@ -146,13 +146,7 @@ class LeasedRows:
         self._batch = batch
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
-        """Write the rows of the batch; return their metadata, and no metrics.
-
-        Args:
-            global_steps: number of the step among those of this process.
-            partition_id: verl's name of the partition; each trainer has its own here.
-            batch_size: verl's number of groups; the batch is whole as it was leased.
-        """
+        """Write the rows of the batch, whole as it was leased, in this trainer's own partition; return their metadata, and no metrics."""
         batch = self._batch
         assert batch is not None
         self._keys = [f"{batch.group[row]}_{batch.rollout[row]}_{row}" for row in range(batch.real_rows)]
@@ -163,11 +157,7 @@ class LeasedRows:
     def metadata(self, part: Batch, role: str, *outputs: str, **flags: Any) -> KVBatchMeta:
         """Return the metadata of rows of the batch for a pass, once all of them and what its loss reads are written.
 
-        Args:
-            part: the rows.
-            role: model of the pass.
-            outputs: names of the outputs that are kept, by verl's names.
-            flags: of the pass.
+        Outputs, by verl's names, are those that are kept.
         """
         columns = _response_columns(part) if flags.get("compute_loss", True) else {}
         lacking = any(key not in self._stored for key in self.keys_of(part))  # a smaller part adds no-op rows, with a loss or without
@@ -215,7 +205,6 @@ class LeasedRows:
 
 
 def _lengths(batch: Batch) -> NDArray[np.int64]:
-    """Return the number of response tokens of each row."""
     return batch.attention_mask[:, batch.prompts.shape[1] :].sum(axis=1)
 
 
@@ -236,7 +225,6 @@ def _row_columns(batch: Batch) -> dict[str, Any]:
 
 
 def _response_columns(batch: Batch) -> dict[str, Any]:
-    """Return what a loss reads, without padding."""
     return {
         name: _by_token(values, batch) if values.ndim == 2 else torch.from_numpy(values)[:, None]
         for name, values in response_columns(batch).items()

@@ -45,13 +45,7 @@ class StoreTrainer(PPOTrainer):
     """`LeasedRows` of the step's batch."""
 
     def __init__(self, config: Any, cluster: Cluster, groups: type[RayWorkerGroup]) -> None:
-        """Start nothing yet.
-
-        Args:
-            config: verl's.
-            cluster: that the ranks run in.
-            groups: class of the worker groups.
-        """
+        """Start nothing yet; worker groups of the class `groups` will run in the cluster."""
         self._cluster, self._groups = cluster, groups
         self._phases: StepPhases | None = None
         super().__init__(config)

@@ -19,11 +19,7 @@ from trainer.data.source import Loaded
 
 
 def batch_metrics(loaded: Loaded, settings: TrainerSettings) -> dict[str, float]:
-    """Return the metrics of a batch.
-
-    Args:
-        loaded: whole groups.
-        settings: policy, selection, reward weights, success_reward.
+    """Return the metrics of whole groups.
 
     Returns:
         success: share of the rollouts with transitions that succeeded (`succeeded`). truncated_share, response_tokens_mean and

@@ -130,12 +130,8 @@ def best(versions: Iterable[LedgerVersion], settings: TrainerSettings) -> Ledger
 def best_of_files(ledger: Ledger, versions: Iterable[LedgerVersion], settings: TrainerSettings) -> LedgerVersion | None:
     """Return the version with the lowest held_out_loss among those of the branch's newest run over files; of equals the newest.
 
-    None: none of them has been measured on held-out rows.
-
-    Args:
-        ledger: of the branch.
-        versions: few: committed versions that have files. Only if one of them was measured, the way to the head is looked up.
-        settings: of the trainer.
+    None: none of them has been measured on held-out rows. Versions are few: committed ones that have files. Only if one of them was
+    measured, the way to the head is looked up.
     """
     with_files = list(versions)
     measured = [version for version in with_files if isfinite(version.metrics.get("held_out_loss", inf))]

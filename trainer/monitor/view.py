@@ -101,12 +101,7 @@ class LiveView(Watcher):
 
 
 def row(step: CommittedStep, validation: Mapping[str, float]) -> list[str]:
-    """Return the cells of a step.
-
-    Args:
-        step: the committed step.
-        validation: metrics of its version on held-out rollouts; empty: none were measured.
-    """
+    """Return the cells of a step, whose version may have metrics on held-out rollouts."""
     metrics = step.version.metrics
     held_out = {**metrics, **validation}.get("validate_return")
     seconds = stage_seconds(step.stages)

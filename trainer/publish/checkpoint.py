@@ -66,14 +66,7 @@ def version_directory(settings: TrainerSettings, version: int) -> Path:
 
 
 def write(settings: TrainerSettings, lease: BatchLease, base: Path, save: Save, adapter: AdapterFacts | None = None) -> Checkpoint:
-    """Write the version that a lease makes; its directory must not exist yet.
-
-    Args:
-        settings: of the trainer.
-        lease: of the step.
-        base: a model directory whose configuration and tokenizer are copied.
-        save: writes into a directory the parameters, and what lies beside them.
-        adapter: base model, rank and alpha of the adapter. None: the weights are a whole model.
+    """Write the version that a lease makes: the files of `base` but its weights, and what `save` writes, a whole model or an adapter.
 
     Raises:
         CheckpointError: the version exists already, or cannot be written, for instance because the disk is full.
@@ -160,11 +153,7 @@ def _marked(marker: Path) -> dict[str, Any]:
 
 
 def add_state(path: Path, write: Save) -> None:
-    """Add the optimizer's state to a version that was written without it.
-
-    Args:
-        path: directory of the version.
-        write: writes into a directory the state, and what lies beside it.
+    """Add the optimizer's state, which `write` writes into a directory, to a version that was written without it.
 
     Raises:
         CheckpointError: it cannot be written, or the version's marker cannot be read; the version is as before.
@@ -216,7 +205,6 @@ def prune(settings: TrainerSettings, old: Collection[int]) -> list[Path]:
 
 
 def _adapted(directory: Path) -> set[Path]:
-    """Return the base models of the adapters below a directory."""
     bases = set[Path]()
     for config in directory.absolute().glob(f"*/*/v*/{adapters.CONFIG}"):
         with contextlib.suppress(CheckpointError):  # no engine can serve it
@@ -228,10 +216,8 @@ def _adapted(directory: Path) -> set[Path]:
 def sweep(settings: TrainerSettings, statuses: Callable[[], Mapping[int, VersionStatus | None]]) -> None:
     """Remove half-written and half-removed versions that a crash left, and versions that were never committed.
 
-    Args:
-        settings: of the trainer.
-        statuses: returns the statuses of the branch's versions, None where a step is under way. It is called once the directories have been
-            listed: versions that another trainer writes by then are under way or committed.
+    The branch's statuses, None where a step is under way, are asked once the directories have been listed: versions that another trainer
+    writes by then are under way or committed.
     """
     left = sorted(branch_directory(settings).glob(f"{_TEMPORARY}v*"))
     whole = sorted(branch_directory(settings).glob("v*"))

@@ -52,10 +52,6 @@ def adapted_modules(model: Path, modules: Sequence[str]) -> list[str] | str:
 
     PEFT would adapt experts, too, whose adapters no engine loads, and which are not merged here.
 
-    Args:
-        model: a Hugging Face directory.
-        modules: trainer.lora.modules.
-
     Raises:
         SettingsError: the modules are those of experts.
     """

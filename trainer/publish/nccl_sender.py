@@ -33,11 +33,7 @@ class NcclSender:
         """Connected communicators, by group."""
 
     def send(self, named: Mapping[str, NDArray[np.float32]], body: Mapping[str, Any]) -> dict[str, Any]:
-        """Start to send; return the transfer's description.
-
-        Args:
-            named: whole parameters by name, in the order in which they are sent.
-            body: the gateway's request.
+        """Start to send whole parameters in their order, on the gateway's request; return the transfer's description.
 
         Raises:
             TrainerError: this process sees no GPU.

@@ -124,13 +124,7 @@ class HeldParts:
         self._parts: list[_HeldPart] = []
 
     def take(self, parts: Iterable[FilePart], version: str, *, keep_changes: bool) -> None:
-        """Replace all words by those of a version.
-
-        Args:
-            parts: in the order of the version before.
-            version: name of the version.
-            keep_changes: True to know afterwards what changed.
-        """
+        """Replace all words by those of a version, whose parts are in the order of the version before."""
         before, self.version, self.base = self.version, "", ""
         held, self._parts = self._parts, []
         for number, part in enumerate(part for part in parts if part.words.size):

@@ -44,12 +44,7 @@ class PartsService:
     """Answers to requests for the parts of one rank."""
 
     def __init__(self, parts: Parts, written: WrittenParts) -> None:
-        """Answer for these parts; they are read when a version is to be sent.
-
-        Args:
-            parts: in memory.
-            written: reads those of a version's files, whatever is in memory.
-        """
+        """Answer for the parts in memory, or for those in a version's files; they are read when a version is to be sent."""
         self._parts, self._written = parts, written
         self._directory: Path | None = None
         """Directory of the version that is being published. None: it is in memory."""
@@ -127,12 +122,6 @@ class RankSender:
 
     def __init__(self, parts: Parts, written: WrittenParts, host: str, port: int = 0) -> None:
         """Listen at the address of this machine from which the process that publishes is reached.
-
-        Args:
-            parts: of this rank, as for `PartsService`.
-            written: as for `PartsService`.
-            host: trainer.weight_sync.transfer_host.
-            port: port, or 0 for any free one.
 
         Raises:
             SettingsError: this process cannot listen there.
