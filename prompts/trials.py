@@ -43,8 +43,6 @@ WHERE TraceId IN (SELECT TraceId FROM spangrad_internal.rollout_spans WHERE Roll
 GROUP BY TraceId, SpanId, Rollout, Attempt
 ORDER BY Rollout, any(SpanAttributes['{semconv.PROCESS_ID}']), any(toUInt64OrZero(SpanAttributes['{semconv.SEQ}']))
 """
-_EVERY = "true"
-_NAMED = "RolloutKey IN {ids:Array(String)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +80,8 @@ class Trials:
         Raises:
             StoreError: the store does not answer.
         """
-        roots = self._rows(
-            _ROOTS.replace("{which}", _EVERY if ids is None else _NAMED), ids=list(ids or ()), run=self._run, prompt=self._prompt
-        )
+        which = "true" if ids is None else "RolloutKey IN {ids:Array(String)}"
+        roots = self._rows(_ROOTS.replace("{which}", which), ids=list(ids or ()), run=self._run, prompt=self._prompt)
         trials = [_trial(key, attempt, attributes, message) for key, attempt, _, _, attributes, message in roots]
         spans = {(key, attempt): span for key, attempt, _, span, _, _ in roots}
         given: defaultdict[tuple[str, int], list[tuple[str, Mapping[str, str]]]] = defaultdict(list)
@@ -118,12 +115,8 @@ def _trial(rollout: str, attempt: int, attributes: Mapping[str, str], message: s
 def _return(given: Sequence[tuple[str, Mapping[str, str]]], root: str, *, root_only: bool) -> float | None:
     """Return the sum of the rewards that the runner has written; without such, of those in the agent's spans and logs.
 
-    None: there is none, or one of them is no finite number, which is a missing reward.
-
-    Args:
-        given: spans and their evaluations.
-        root: the attempt's root span.
-        root_only: the attempt failed, so that only the rewards of the runner count (`runner.failure_rewards`).
+    None: there is none, or one of them is no finite number, which is a missing reward. Of an attempt that failed, only the rewards of the
+    runner count (`runner.failure_rewards`), which are on its root span.
     """
     of_root = [attributes for span, attributes in given if span == root]
     counted = of_root if of_root or root_only else [attributes for _, attributes in given]

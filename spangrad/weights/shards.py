@@ -106,11 +106,7 @@ def checksum_of(tensors: Mapping[str, TensorSums], dtype: str) -> str:
 
 
 def added(sums: Iterable[tuple[str, TensorSums]], holders: str = "ranks") -> dict[str, TensorSums]:
-    """Return the sums of tensors, by name, from those of their shards.
-
-    Args:
-        sums: name and sums of each shard.
-        holders: processes that hold the shards, as an error names them.
+    """Return the sums of tensors, by name, from those of their shards; an error names the processes that hold them.
 
     Raises:
         CheckpointError: shards of a tensor have different dtypes.
@@ -130,12 +126,7 @@ def sample_step(words: int) -> int:
 
 
 def region_of(first: int, dimensions: Iterable[tuple[int, int]]) -> Region:
-    """Return the place of a shard in the one form that equal shards have.
-
-    Args:
-        first: number of its first word.
-        dimensions: size and stride of each dimension, in any order.
-    """
+    """Return the place of a shard in the one form that equal shards have; dimensions are in any order."""
     merged: list[tuple[int, int]] = []
     for size, stride in sorted(dimensions, key=lambda dimension: -dimension[1]):
         if size == 1:

@@ -54,14 +54,7 @@ def tensor_sums(
 
 
 def replaced_sums(sums: TensorSums, numbers: NDArray[np.int64], before: Words, after: Words) -> TensorSums:
-    """Return the sums of a tensor, or of a part of one, after some of its words were replaced.
-
-    Args:
-        sums: of all its words before.
-        numbers: numbers of the replaced words in the tensor.
-        before: these words as they were, of the dtype of the sums.
-        after: as they are.
-    """
+    """Return the sums of a tensor, or of a part of one, after some of its words, by their numbers in the tensor, were replaced."""
     added = mixed_words(after).copy()
     added -= mixed_words(before)
     plain, weighted = int(added.sum()), int(np.dot(added, numbers.view(np.uint64)))
@@ -108,8 +101,6 @@ def cast_words(words: Words, own: str, dtype: str) -> Words:
 
 def scaled_words(words: Words, dtype: str, factor: float) -> Words:
     """Return words of a dtype multiplied by a factor in float32, and rounded."""
-    if factor == 1:
-        return words
     product = _to_float32(words, dtype).view(np.float32) * np.float32(factor)
     return cast_words(product.view(np.uint32), "float32", dtype)
 
@@ -143,7 +134,6 @@ def _table() -> NDArray[np.uint64]:
 
 
 def _mix(words: NDArray[np.uint64], shifted: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix words in place."""
     for factor, shift in ((MIX_A, 32), (MIX_B, 29)):
         words *= np.uint64(factor)
         np.right_shift(words, np.uint64(shift), out=shifted)

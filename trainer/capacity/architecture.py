@@ -121,11 +121,9 @@ class Architecture:
         return self.parameters - (0 if self.is_tied else self.head_parameters) + self.hidden + 1
 
     def adapter_parameters(self, rank: int, modules: tuple[str, ...] = ()) -> int:
-        """Return the number of parameters of adapters of a rank.
+        """Return the number of parameters of LoRA adapters of a rank, in the layers of these names.
 
-        Args:
-            rank: LoRA's.
-            modules: names of the layers that have adapters. Empty: every linear layer but the head, or with experts those of attention.
+        Without names, every linear layer but the head has adapters, or with experts those of attention.
         """
         attention = {
             "q_proj": self.hidden + self.query_width,
@@ -158,10 +156,7 @@ class Architecture:
 
 
 def read_architecture(model: Path) -> Architecture:
-    """Read the shapes of a model from its config.json; weights are not needed.
-
-    Args:
-        model: a model directory, or its config.json.
+    """Read the shapes of a model from its directory's config.json, or from that file; weights are not needed.
 
     Raises:
         SettingsError: there is no config.json, it is not JSON, or it describes a kind of model that is not known.
@@ -174,11 +169,7 @@ def read_architecture(model: Path) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any], file: Path) -> Architecture:
-    """Return the shapes that a configuration states.
-
-    Args:
-        config: the content of a config.json.
-        file: its place, for errors.
+    """Return the shapes that a configuration states; errors name its file.
 
     Raises:
         SettingsError: its kind of model is not known, or it lacks a shape.

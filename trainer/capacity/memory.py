@@ -88,13 +88,9 @@ def _critic(model: Architecture, settings: TrainerSettings) -> int:
 
 
 def trainer_gpu(model: Architecture, settings: TrainerSettings, ranks: int, device: Device = "cuda") -> list[MemoryItem]:
-    """Return the memory of one rank's device.
+    """Return the memory of the device of one of the ranks over which FSDP2 shards the model; its kind decides what settings leave open.
 
-    Args:
-        model: shapes.
-        settings: the trainer's; without trainer.packing = true rows are padded.
-        ranks: number of ranks over which FSDP2 shards the model.
-        device: the kind of device, which decides what settings leave open.
+    Without trainer.packing = true rows are padded.
     """
     items = [*_state(model, settings, ranks), *_passes(model, settings, device), *_update(model, settings, ranks, device)]
     if device == "cpu":
@@ -147,12 +143,7 @@ def _passes(model: Architecture, settings: TrainerSettings, device: Device) -> l
 
 
 def layer_activations(model: Architecture, width: int) -> int:
-    """Return the bytes that autograd keeps of a layer for each token, as measured by PyTorch's profiler.
-
-    Args:
-        model: shapes.
-        width: bytes of a value in the dtype of the computation.
-    """
+    """Return the bytes that autograd keeps of a layer for each token, as measured by PyTorch's profiler; a value has `width` bytes."""
     norms = model.family.norms * _norm(model, width)
     attention = width * (2 * model.query_width + 2 * model.kv_width)
     if model.family.has_head_norms:
@@ -215,17 +206,9 @@ def trainer_host(
     engine_width: int,
     gathers: bool = False,
 ) -> list[MemoryItem]:
-    """Return the main memory of a host.
+    """Return the main memory of a host of some of the ranks; the first has rank 0 and the trainer's own process.
 
-    Args:
-        model: shapes.
-        settings: the trainer's.
-        ranks: number of all ranks.
-        host_ranks: number of the host's ranks.
-        batch_tokens: number of tokens of a step's batch.
-        first: True for the host of rank 0 and of the trainer's own process.
-        engine_width: bytes of a value in the engines' dtype.
-        gathers: True where engines take whole tensors from the trainer's own process (engine.transfer = nccl).
+    That process `gathers` where engines take whole tensors from it (engine.transfer = nccl); engines' values have `engine_width` bytes.
     """
     gathered = model.parameters * _FLOAT32 if first and gathers and _transfers(settings) else 0  # `trainer.publish.sender`: `named`
     trained, moved = trained_parameters(model, settings), moved_bytes(model, settings)

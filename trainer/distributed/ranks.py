@@ -36,11 +36,7 @@ class QueueActor(ActorWorker):
 
     @on_every_rank
     def take_charge(self, controller: Any) -> None:
-        """Take charge of all models of the process, which are loaded.
-
-        Args:
-            controller: of the queue. None: rows come with the calls.
-        """
+        """Take charge of all models of the process, which are loaded; without a queue's controller rows come with the calls."""
         self.assemble(_MODELS, self._loaded, self._device)
         if controller is not None:
             attach(controller)
@@ -99,11 +95,7 @@ def _passed(method: Callable[[Any], Any], data: Any) -> Any:
 
 
 def of_queue(data: Any) -> Any:
-    """Return rows of the queue in verl's jagged layout.
-
-    Args:
-        data: columns without padding, and the flags of the pass, with the widths that prompts and responses are padded to.
-    """
+    """Return rows of the queue, columns without padding and the flags of the pass, in verl's jagged layout."""
     tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
     flags = {name: tu.get(data, name) for name in data.keys() if name not in tensors}  # noqa: SIM118
     counts = [int(count) for count in flags["global_token_num"].split()]
@@ -121,7 +113,6 @@ def of_queue(data: Any) -> Any:
 
 
 def _padded(rows: Any, width: int, side: str = "right") -> torch.Tensor:
-    """Return rows padded with 0 to a width."""
     whole = pad_sequence(list(rows.unbind()), batch_first=True, padding_side=side)
     lacking = width - whole.shape[1]
     return torch.nn.functional.pad(whole, (lacking, 0) if side == "left" else (0, lacking))

@@ -31,12 +31,10 @@ class RankCalls:
     """Waits for calls of all ranks of a trainer."""
 
     def __init__(self, logs: Path | None, end: Callable[[bool], None], look: Callable[[], None] = lambda: None) -> None:
-        """Wait for nothing yet.
+        """Wait for nothing yet; where the logs have a directory, errors name it.
 
-        Args:
-            logs: directory of the ranks' logs. None: the cluster's own.
-            end: ends all ranks; called with True where their logs are to be kept.
-            look: raises where what the ranks wait for has ended; called at intervals.
+        `end` ends all ranks, and is called with True where their logs are to be kept. `look`, which is called at intervals, raises where
+        what the ranks wait for has ended.
         """
         self._logs, self._end, self._look = logs, end, look
 

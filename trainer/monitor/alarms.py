@@ -23,11 +23,9 @@ _SHARE = 0.1
 
 
 def gaming(history: Sequence[Mapping[str, float]], rule: AlarmSettings) -> dict[str, float]:
-    """Return the metrics of gaming that are added to the newest of some versions.
+    """Return the metrics of gaming that are added to the newest of consecutive versions, whose metrics are given oldest first.
 
-    Args:
-        history: metrics of consecutive versions, oldest first; `mean_return` (weighted) and `mean_reward_NAME` (raw) are read.
-        rule: `trainer.alarms`.
+    `mean_return` (weighted) and `mean_reward_NAME` (raw) are read.
 
     Returns:
         return_rise, success_rise: over gaming_versions versions, by the line fitted to them; gaming_alarm: 1 where the return rose by more

@@ -11,7 +11,7 @@ tokens whose ratio exp(d) is outside the clip range.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -66,9 +66,8 @@ _LARGEST_K3 = 10.0
 
 def limits_of(alarm: LogprobAlarm, engine: Dtype, trainer: Dtype) -> LogprobLimits:
     """Return the limits that the settings name, and the dtypes' defaults for the others."""
-    default = DEFAULTS[engine, trainer]
     named = {name: getattr(alarm, name) for name in ("mean", "p99", "pearson", "k3")}
-    return LogprobLimits(**{name: getattr(default, name) if value is None else value for name, value in named.items()})
+    return replace(DEFAULTS[engine, trainer], **{name: value for name, value in named.items() if value is not None})
 
 
 def engine_dtype(name: str) -> Dtype:
@@ -98,13 +97,9 @@ def statistics(recorded: Floats, computed: Floats, clip: tuple[float, float]) ->
 
 
 def metrics(recorded: Floats, computed: Floats, staleness: NDArray[np.int16], clip: tuple[float, float]) -> dict[str, float]:
-    """Return the statistics of all tokens, and of those of the trained version, of the one before it, and of older ones.
+    """Return the `statistics` of all tokens, and of those of the trained version, of the one before it, and of older ones.
 
-    Args:
-        recorded: as in `statistics`.
-        computed: as in `statistics`.
-        staleness: versions between the token's and the trained one; -1: unknown.
-        clip: as in `statistics`.
+    The staleness of a token is the number of versions between its own and the trained one; -1: unknown.
     """
     classes = {
         "": np.ones(len(staleness), bool),

@@ -47,11 +47,9 @@ class Score:
 
 
 def scores_of(competitors: Sequence[Competitor], returns: Mapping[str, float]) -> list[Score]:
-    """Return the scores of one game: of two competitors the one with the larger return has won.
+    """Return the scores of one game, by the sums of rewards by role: of two competitors the one with the larger return has won.
 
-    Args:
-        competitors: those with calls. One alone played against scripts, whose return is the opposite of its own.
-        returns: sums of the rewards by role.
+    One alone played against scripts, whose return is the opposite of its own.
     """
     own = {competitor: returns.get(competitor.role, 0.0) for competitor in competitors}
     if len(own) == 1:
@@ -60,12 +58,9 @@ def scores_of(competitors: Sequence[Competitor], returns: Mapping[str, float]) -
 
 
 def ratings(games: Mapping[Score, int]) -> dict[Competitor, float]:
-    """Return the rating of each competitor, that of scripts excepted, which is 0.
+    """Return the rating of each competitor, that of scripts excepted, which is 0, by the number of games of each score.
 
     An iteration costs what there are pairs that have played, not pairs of competitors.
-
-    Args:
-        games: number of games of each score.
     """
     competitors = sorted({competitor for score in games for competitor in (score.competitor, score.opponent)} - {SCRIPTS})
     if not competitors:

@@ -17,7 +17,7 @@ from spangrad.settings import TrainerSettings
 from trainer.credit.learning import clip_range
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
-from trainer.monitor.logprob_check import Dtype, LogprobLimits
+from trainer.monitor.logprob_check import Dtype
 
 LOGPROB_GAP, NOT_FINITE = "logprob_gap", "not_finite"
 """Values of `trainer.ledger.skips.SkipReason`."""
@@ -43,12 +43,7 @@ class RowCheck:
         self._require_finite(batch, batch.logprobs, "engine")
 
     def compare(self, batch: Batch, computed: Logprobs, earlier: EarlierLogprobs) -> dict[str, float]:
-        """Compare recorded logprobs with the trainer's.
-
-        Args:
-            batch: as it was loaded.
-            computed: the trainer's logprobs at the start of the step, shaped as the batch's.
-            earlier: called at most once for each earlier version.
+        """Compare recorded logprobs with the trainer's at the start of the step; `earlier` is called at most once for an earlier version.
 
         Returns:
             `logprob_check.metrics` of all tokens but those of reshaped rows, which were recorded of another distribution; and, of versions
@@ -68,9 +63,11 @@ class RowCheck:
             other, limits = computed, self._limits
             rows = logprob_check.bad_rows(batch.logprobs, other, chosen, limits)
             if behind and len(rows):
-                other, limits = self._earlier(computed, chosen, behind, earlier)
-                if limits is self._limits:
-                    self._require_finite(batch, other, "trainer")
+                if (then := earlier(chosen, behind)) is None:
+                    limits = limits.after(behind * self._alarm.drift)
+                else:
+                    self._require_finite(batch, then, "trainer")
+                    other = then
                     metrics[f"held_gap_mean_behind_{behind}"] = float(np.abs(other - batch.logprobs)[chosen].mean())
                 rows = logprob_check.bad_rows(batch.logprobs, other, chosen, limits)
             if len(rows):
@@ -80,12 +77,6 @@ class RowCheck:
         if bad:
             raise BadRowsError(_bad_rows_message(bad, batch), dict.fromkeys(bad, LOGPROB_GAP))
         return metrics
-
-    def _earlier(
-        self, computed: Logprobs, chosen: NDArray[np.bool_], behind: int, earlier: EarlierLogprobs
-    ) -> tuple[Logprobs, LogprobLimits]:
-        then = earlier(chosen, behind)
-        return (computed, self._limits.after(behind * self._alarm.drift)) if then is None else (then, self._limits)
 
     def _require_finite(self, batch: Batch, logprobs: Logprobs, side: str) -> None:
         rows = np.flatnonzero((batch.response_mask.astype(bool) & ~np.isfinite(logprobs)).any(axis=1))

@@ -21,12 +21,7 @@ _A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def pair_of(name: str, names: Container[str]) -> tuple[str, str] | None:
-    """Return the names of A and B that adapt a weight, in the model. None: no adapter does.
-
-    Args:
-        name: of the weight, in the model.
-        names: all tensors of the model.
-    """
+    """Return the names of A and B that adapt a weight, in the model that has tensors of these names. None: no adapter does."""
     module, base, _ = name.partition(_BASE)
     return (module + _A, module + _B) if base and name.endswith(".weight") and module + _A in names else None
 
@@ -52,14 +47,9 @@ def kept(parameters: Mapping[str, Any], settings: TrainerSettings) -> dict[str, 
 def require_adapters(
     file: Path, held: Mapping[str, tuple[int, ...]] | None, alpha: int | None, parameters: Mapping[str, Any], settings: TrainerSettings
 ) -> None:
-    """Check that a version's state has the adapters that the settings make.
+    """Check that a version's state has the adapters that the settings make of the model's parameters.
 
-    Args:
-        file: named in errors.
-        held: shapes of `kept` when the state was written. None: it was written without adapters.
-        alpha: trainer.lora.alpha at that time.
-        parameters: parameters of the model, as the settings make them.
-        settings: the trainer's.
+    When the state was written, `kept` had the shapes `held` (None: there were no adapters), and trainer.lora.alpha was `alpha`.
 
     Raises:
         CheckpointError: it has different adapters, or none.

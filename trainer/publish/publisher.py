@@ -71,13 +71,9 @@ class Publisher:
         sender: WeightsSender | None = None,
         calls: Mapping[str, object] | None = None,
     ) -> None:
-        """Send requests to gateway.url, with gateway.token when there is one.
+        """Send requests to gateway.url, with gateway.token when there is one; the remedy is the last sentence of an error's text.
 
-        Args:
-            gateway: URL, token and timeout of the gateway.
-            remedy: last sentence of an error's text.
-            sender: sends weights to engines. None: they read files.
-            calls: the publication's `in_flight` and `drain_seconds`. None: the gateway's defaults.
+        Without a sender of weights engines read files. `calls` has the publication's `in_flight` and `drain_seconds`.
         """
         self._service = gateway_service(gateway.url, gateway.token)
         self._seconds = gateway.request_timeout_seconds
