@@ -44,13 +44,7 @@ class TokenServer:
     """HTTP server of POST requests, with a thread for each connection."""
 
     def __init__(self, host: str, port: int, allows: Callable[[str, str | None], bool], answer: Answer) -> None:
-        """Listen.
-
-        Args:
-            host: address of this machine.
-            port: port, or 0 for any free one.
-            allows: whether a path is open to a request with this token.
-            answer: answers requests.
+        """Listen at a port, or with 0 at any free one; `allows` returns whether a path is open to a request with a token.
 
         Raises:
             OSError: this process cannot listen there.
@@ -92,33 +86,24 @@ def _handler(allows: Callable[[str, str | None], bool], answer: Answer) -> type[
             except (ValueError, KeyError, TypeError) as error:
                 self._respond(400, f"that is no request of a publication: {error!r}".encode())
             else:
-                if isinstance(response, Binary):
-                    self._send(response)
-                else:
-                    self._respond(200, json.dumps(response).encode(), "application/json")
-
-        def _send(self, response: Binary) -> None:
-            self.send_response(200)
-            for name, value in {"content-type": "application/octet-stream", **response.headers}.items():
-                self.send_header(name, value)
-            self.send_header("content-length", str(response.size))
-            self.end_headers()
-            for chunk in response.chunks:
-                self.wfile.write(chunk)
+                self._respond(200, response if isinstance(response, Binary) else json.dumps(response).encode(), "application/json")
 
         def _refuse(self, status: int, body: bytes) -> None:
             """Respond without reading the request's body, and close the connection, on which it would be taken for the next request."""
             self.close_connection = True
             self._respond(status, body)
 
-        def _respond(self, status: int, body: bytes, kind: str = "text/plain") -> None:
+        def _respond(self, status: int, body: bytes | Binary, kind: str = "text/plain") -> None:
+            response = body if isinstance(body, Binary) else Binary(len(body), [body], {"content-type": kind})
             self.send_response(status)
-            self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
+            for name, value in {"content-type": "application/octet-stream", **response.headers}.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(response.size))
             if self.close_connection:
                 self.send_header("connection", "close")
             self.end_headers()
-            self.wfile.write(body)
+            for chunk in response.chunks:
+                self.wfile.write(chunk)
 
         def log_message(self, format: str, *args: object) -> None:
             logger.debug("sender: " + format, *args)
