@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import quote
 
 from prompts.prompt_texts import Messages
@@ -29,7 +28,7 @@ _RETRY_SECONDS = 10.0
 
 
 class Critic:
-    """Connection to a chat model; an async context manager."""
+    """Connection to a chat model."""
 
     def __init__(self, settings: Settings, run_id: str) -> None:
         """Configure the model of prompts.critic_url and prompts.model, for a search whose trials belong to a run."""
@@ -45,11 +44,7 @@ class Critic:
         self._client = AsyncClient(service, seconds=_RESPONSE_SECONDS)
         self._room = asyncio.Semaphore(_AT_ONCE)
 
-    async def __aenter__(self) -> Self:
-        """Return the critic; the first request connects."""
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         await self._client.close()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +16,7 @@ from cyclopts import App, Parameter
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.output_files import make_directory_of
-from commands.training.agents import AgentOptions, ProgramArguments, agent_spec, handler_of
+from commands.training.agents import AgentOptions, ProgramArguments, agent_spec, handler_of, run_until_sigterm
 from spangrad.agent.prompt_store import PromptStore
 from spangrad.client.task_files import read_tasks
 from spangrad.errors import PromptError
@@ -152,10 +151,7 @@ def _optimise(
     question = Question(search_id(start, learn, measured, settings, agent_words), start, tuple(learn), tuple(measured))
     out = out or Path("data/prompts") / f"{name}-{question.id}"
     make_directory_of(out / "result.json", "--out:")
-    try:
-        result = asyncio.run(_search(settings, spec, question))
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
+    result = run_until_sigterm(_search(settings, spec, question))
     _finish(settings, result, out, publish=publish)
 
 
@@ -200,13 +196,10 @@ async def _search(settings: Settings, spec: AgentSpec, question: Question) -> Se
 
     run_id = f"prompt-{question.start.name}-{question.id}"
     settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"run_id": run_id})})
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     client = connect(settings.store)
     trials = Trials(client, settings.store.url, run_id, question.start.name)
     with shown(run_id, settings.prompts.rounds) as progress:
-        async with Runner(settings, spec) as runner, Critic(settings, run_id) as critic:
+        async with Runner(settings, spec) as runner, aclosing(Critic(settings, run_id)) as critic:
 
             def ended(outcome: Outcome) -> None:
                 progress.now(progress.doing, progress.done + 1, progress.of)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
@@ -20,6 +21,7 @@ from spangrad.settings.runner import HandlerSettings
 if TYPE_CHECKING:
     from runner.workers.agents import AgentsBySource, AgentSpec
 
+T = TypeVar("T")
 _DIRECTORY = "the directory of the agent's modules, or of its program's files"
 ProgramArguments = Annotated[str, Parameter(allow_leading_hyphen=True)]
 """Words after an agent's program. The program itself has no leading hyphen unless `--` is before it: the parser refuses unknown options."""
@@ -184,14 +186,30 @@ def located(reference: str, directory: Path) -> str:
     raise AgentError(f"{module} is no file{'' if directory == Path() else f', neither here nor in {directory}'}. Name one that exists.")
 
 
-def on_signals(act: Callable[[], object]) -> None:
-    """Call a function at the first SIGTERM or SIGINT; a second signal has its usual effect."""
-    loop = asyncio.get_running_loop()
+def run_until_sigterm(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine, which SIGTERM cancels as Ctrl-C does: root spans are ended, agents' processes stopped, and the process exits."""
 
-    def once() -> None:
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+def end_signal() -> asyncio.Event:
+    """Return an event that the first SIGTERM or SIGINT sets; a second signal has its usual effect."""
+    ending, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def end() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        act()
+        ending.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, once)
+        loop.add_signal_handler(number, end)
+    return ending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import closing
 from datetime import datetime
 from typing import Annotated
 
@@ -56,9 +57,6 @@ def build(
         from spangrad.store.clickhouse import connect
         from transition_builder.report import reconcile_report
 
-        client = connect(settings.store)
-        try:
+        with closing(connect(settings.store)) as client:
             code = show(reconcile_report(client, settings.store.url, settings.builder.spec))
-        finally:
-            client.close()
         sys.exit(code)

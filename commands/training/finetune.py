@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trainer.sft.training import FileRun, FileTrainPlan
 
 _LOG_SECONDS = 10
-_SHOWN = ("loss", "preference_accuracy", "preference_margin")
-_HEADS = {"loss": "loss", "preference_accuracy": "accuracy", "preference_margin": "margin"}
+_SHOWN = {"loss": "loss", "preference_accuracy": "accuracy", "preference_margin": "margin"}
+"""Metric -> its name in the output."""
 
 
 def finetune(
@@ -153,10 +153,9 @@ class _Bar(_Lines):
 def _planned(plan: FileTrainPlan) -> str:
     examples, unit = plan.examples, "row" if plan.method == "sft" else "pair"
     where = f"from step {plan.at} " if plan.at else ""
-    lengths = len(plan.steps)
     return (
         f"{plan.method} of {plan.base.policy_version.policy}@{plan.base.version} on {counted(len(examples.trained), unit)} "
-        f"({len(examples.held_out)} held out): {where}to step {lengths}; {_training_text(plan)}"
+        f"({len(examples.held_out)} held out): {where}to step {len(plan.steps)}; {_training_text(plan)}"
     )
 
 
@@ -172,7 +171,7 @@ def _training_text(plan: FileTrainPlan) -> str:
 
 
 def _metrics_text(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{_HEADS[name]} {metrics[name]:.4g}" for name in _SHOWN if name in metrics)
+    return ", ".join(f"{shown} {metrics[name]:.4g}" for name, shown in _SHOWN.items() if name in metrics)
 
 
 def _committed(version: LedgerVersion) -> str:

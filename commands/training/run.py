@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals, require_loadable
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, end_signal, handler_of, require_loadable, run_until_sigterm
 from spangrad.agent.reward_values import total
 from spangrad.client.task_files import read_tasks
 from spangrad.client.task_store import STORED, TaskStore
@@ -83,10 +82,7 @@ def run(
     if follow_demand and read is not None:
         asyncio.run(_follow(settings, agents, read, seed))
         return
-    try:
-        outcomes = asyncio.run(_run(settings, agents, read, mode))
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)
+    outcomes = run_until_sigterm(_run(settings, agents, read, mode))
     _show(outcomes)
     _explain(outcomes, settings.runner)
     if outcomes and all(outcome.failure for outcome in outcomes):
@@ -96,8 +92,7 @@ def run(
 async def _follow(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Sequence[Task], seed: int) -> None:
     from runner.runner import Runner
 
-    ending = asyncio.Event()
-    on_signals(ending.set)
+    ending = end_signal()
     async with Runner(settings, agents) as runner:
         await runner.follow(tasks, ending, seed=seed)
 
@@ -108,10 +103,6 @@ async def _run(settings: Settings, agents: AgentSpec | AgentsBySource, tasks: Se
     from runner.runner import Runner
     from spangrad.greedy_baseline import wants_greedy
 
-    task = asyncio.current_task()
-    assert task is not None
-    # As asyncio does on SIGINT: root spans are ended and exported, and the agents' processes are stopped.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with Runner(settings, agents, resume=tasks is None) as runner:
         size = settings.runner.group_size
         total = len(await runner.waiting()) if tasks is None else len(tasks) * (size + wants_greedy(settings, mode))

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
-from commands.training.agents import AgentOptions, ProgramArguments, agents_of, handler_of, on_signals, require_loadable
+from commands.training.agents import AgentOptions, ProgramArguments, agents_of, end_signal, handler_of, require_loadable
 from spangrad.errors import GatewayError, StoreError
 from spangrad.http.readiness import await_services, needs_of_rollouts
 from spangrad.processes import raise_files_limit
@@ -54,8 +54,7 @@ def worker(
 async def _work(settings: Settings, agents: AgentSpec | AgentsBySource) -> None:
     from runner.workers.serving import serve
 
-    ending = asyncio.Event()
-    on_signals(ending.set)
+    ending = end_signal()
     began = False
 
     def ready() -> None:

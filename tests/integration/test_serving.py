@@ -37,7 +37,7 @@ async def test_worker_that_has_begun_waits_for_absent_store(monkeypatch: pytest.
 
     monkeypatch.setattr(runner_serving, "serve", serve)
     monkeypatch.setattr(worker, "_RETRY_SECONDS", 0)
-    monkeypatch.setattr(worker, "on_signals", lambda report: None)
+    monkeypatch.setattr(worker, "end_signal", asyncio.Event)
     await worker._work(Settings(), CallableAgent("mine:agent"))
     assert begins == 4
 
@@ -47,7 +47,7 @@ async def test_worker_whose_store_never_answered_raises(monkeypatch: pytest.Monk
         raise StoreError("the store is away.")
 
     monkeypatch.setattr(runner_serving, "serve", serve)
-    monkeypatch.setattr(worker, "on_signals", lambda report: None)
+    monkeypatch.setattr(worker, "end_signal", asyncio.Event)
     with pytest.raises(StoreError, match="the store is away"):
         await worker._work(Settings(), CallableAgent("mine:agent"))
 
