@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -297,7 +297,10 @@ async def open_handlers(
         stack.push_async_callback(gateway.close)
         await gateway.require_ready()
     agents = agent if isinstance(agent, Mapping) else {ANY_SOURCE: agent}
-    opened = {source: await _open_agent(_of_handler(settings, source), spec, stack) for source, spec in agents.items()}
+    opened: dict[str, tuple[AttemptServices, AgentSandbox | None]] = {}
+    for source, spec in agents.items():
+        own = _of_handler(settings, source)
+        opened[source] = await _open_services(own, spec, stack), await stack.enter_async_context(open_agent_sandbox(own, spec))
     roots = RootSpans(settings.store)
     stack.push_async_callback(roots.shut)
     opened_queue = await queue()
@@ -307,12 +310,12 @@ async def open_handlers(
     services = RunServices(gateway, roots, opened_queue, files, LostAttempts(gateway, roots, opened_queue))
     attempts: dict[str, Attempts] = {}
     pools: list[HostPool] = []
-    for source, (own, sandbox) in opened.items():
+    for source, (of_agent, sandbox) in opened.items():
         runner, spec = _of_handler(settings, source).runner, agents[source]
         pool = HostPool(spec, runner, agent_environment(os.environ, settings, spec), sandbox and sandbox.launch, name=source)
         stack.push_async_callback(pool.close)
         await asyncio.to_thread(remove_of_dead, spec)
-        attempts[source] = Attempts(pool, services, runner, own, sandbox.facts if sandbox else UNCONFINED)
+        attempts[source] = Attempts(pool, services, runner, of_agent, sandbox.facts if sandbox else UNCONFINED)
         pools.append(pool)
     await asyncio.gather(*(pool.start() for pool in pools))
     return Handlers(attempts, services)
@@ -321,12 +324,6 @@ async def open_handlers(
 def _of_handler(settings: Settings, source: str) -> Settings:
     """Return the settings of the handler of a data source."""
     return settings if source == ANY_SOURCE else settings.model_copy(update={"runner": settings.runner.of_handler(source)})
-
-
-async def _open_agent(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> tuple[AttemptServices, AgentSandbox | None]:
-    """Connect to the services of an agent, and choose its sandboxes."""
-    services = replace(await _open_services(settings, agent, stack), by_rules=settings.builder.rewards_from == "rules")
-    return services, await stack.enter_async_context(open_agent_sandbox(settings, agent))
 
 
 async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitStack) -> AttemptServices:
@@ -342,7 +339,7 @@ async def _open_services(settings: Settings, agent: AgentSpec, stack: AsyncExitS
     if agent.evaluator and is_service(agent.evaluator):
         rewards = RewardClient(agent.evaluator, settings.rewards.token)
         await stack.enter_async_context(rewards)
-    return AttemptServices(environments, rewards)
+    return AttemptServices(environments, rewards, by_rules=settings.builder.rewards_from == "rules")
 
 
 def outcome_of(queued_rollout: QueuedRollout) -> Outcome:

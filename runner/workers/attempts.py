@@ -1,6 +1,6 @@
 """Runs one attempt of a rollout, stage by stage: environment, agent, evaluator; with root span, announcement, and count of calls.
 
-Invariant: every lease ends in one `EndedAttempt` and one root span, whatever happens to the agent; a failed attempt carries a reason, and a
+Invariant: every attempt ends with an answer and one root span, whatever happens to the agent; a failed attempt carries a reason, and a
 reward where the policy caused the failure. Each stage has slots of its own, and an attempt holds one while it is in that stage; a leased
 environment is released, however the attempt ends.
 
@@ -25,7 +25,7 @@ from runner.workers.attempt_files import AttemptFiles
 from runner.workers.gateway_client import GatewayClient
 from runner.workers.hosted import Ends, Hosted
 from runner.workers.jobs import AttemptOutcome, Job
-from runner.workers.lost_attempts import LostAttempts, rollout_of
+from runner.workers.lost_attempts import LostAttempts
 from runner.workers.root_spans import RootSpan, RootSpans, SandboxFacts, carrier
 from runner.workers.slots import Slot, Slots, StageClock
 from spangrad.errors import SpangradError
@@ -40,6 +40,7 @@ _CLOSED_BY_GATEWAY = {
     f"{Stage.RUN}_timeout": AttemptFailure.TIMEOUT,
 }
 """Failures of attempts whose agents failed after the gateway had refused them calls, by the gateway's reason."""
+_NOT_BEGUN = AttemptOutcome(None, AttemptFailure.CANCELLED, "it had not begun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class StopReason:
 
 
 class StoppedError(Exception):
-    """The attempt was stopped."""
+    """What was waited for was stopped."""
 
 
 class Stop:
@@ -70,55 +71,54 @@ class Stop:
             self.requested.set_result(reason)
 
     async def first(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for work, or for the stop signal.
-
-        Raises:
-            StoppedError: the signal came first; the work was cancelled.
-        """
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.wait([task, self.requested], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
-        if task.cancelled():
-            raise StoppedError
-        return task.result()
+        """Wait for work as `unless_stopped` does."""
+        return await unless_stopped(self.requested, work)
 
 
-@dataclass(frozen=True, slots=True)
-class EndedAttempt:
-    """Result of an attempt, to be reported to the queue."""
+async def unless_stopped(stopping: asyncio.Future[Any], work: Coroutine[Any, Any, T]) -> T:
+    """Wait for work, or for a stop signal.
 
-    lease: RolloutLease
-    answer: AttemptOutcome
-    calls: int | None
-    """Number of policy calls. None: they were not counted."""
-    seconds: float
-    """Time that the agent ran, in seconds."""
-    final: bool
-    """True if its root span has the final mark."""
-    reported: bool
-    """True if the queue knows already."""
+    Raises:
+        StoppedError: the signal came first; the work was cancelled.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
+    if task.cancelled():
+        raise StoppedError
+    return task.result()
 
 
 @dataclass(slots=True)
-class _AttemptState:
-    """State of a running attempt."""
+class LeasedAttempt:
+    """State of an attempt, from its lease to the report of its end."""
 
     lease: RolloutLease
     rollout: Rollout
-    stop: Stop
-    clock: StageClock
     entry: Slot
     """Slot held until the attempt has a slot of stage run, or, where no stage comes before that, until it has run."""
+    stop: Stop = field(default_factory=Stop)
+    clock: StageClock = field(default_factory=StageClock)
     span: RootSpan | None = None
     """Root span. None: the attempt has not begun."""
     calls: int | None = 0
-    """Number of policy calls. None: the attempt has begun, and they are not counted yet."""
+    """Number of policy calls. None: the attempt has begun, and they are not counted."""
     propagation: Mapping[str, str] = field(default_factory=dict[str, str])
     """Propagation headers: `traceparent` and `baggage`."""
+    answer: AttemptOutcome = _NOT_BEGUN
+    final: bool = True
+    """True if its root span has the final mark."""
+    reported: bool = False
+    """True if the queue knows of its end already."""
+
+    @property
+    def seconds(self) -> float:
+        """Time that the agent has run, in seconds; waits, initialisation and evaluation do not count."""
+        return self.clock.seconds(Stage.RUN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,21 +191,15 @@ class Attempts:
             return None
         return f"the handler of the rollout may not run image {lease.image!r}: runner.container.images does not allow it"
 
-    async def make(
-        self, lease: RolloutLease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
-    ) -> EndedAttempt:
-        """Run an attempt.
+    async def make(self, state: LeasedAttempt, broken: Callable[[SpangradError], None]) -> None:
+        """Run an attempt, until its root span is closed and its state says how it ended.
 
         Args:
-            lease: names the attempt.
-            stop: ends it early.
-            clock: measures its stages.
-            entered: called once, when another attempt can begin in its place.
+            state: the attempt.
             broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
-        state = _AttemptState(lease, rollout_of(lease), stop, clock, Slot(entered))
+        lease, stop, answer = state.lease, state.stop, state.answer
         self._roots.claim(lease.rollout_id, lease.attempt)
-        answer = AttemptOutcome(None, AttemptFailure.CANCELLED, "it had not begun")
         try:
             with state.entry:
                 answer = await self._run_stages(state)
@@ -221,15 +215,14 @@ class Attempts:
         reason = stop.requested.result() if stop.requested.done() else None
         if reason is not None:
             answer = AttemptOutcome(None, reason.failure, reason.detail)
-        answer = answer.storable()
-        final = reason.final if reason is not None else answer.failure is None or answer.rewards is not None or lease.last
+        state.answer = answer = answer.storable()
+        state.final = reason.final if reason is not None else answer.failure is None or answer.rewards is not None or lease.last
+        state.reported = reason is not None and reason.reported
         log = self._files.tail(lease.rollout_id, lease.attempt)
         span = state.span or self._roots.open(state.rollout, self._sandbox)
-        self._roots.close(span, answer, state.calls, clock.times, final=final, log=log)
-        reported = reason is not None and reason.reported
-        return EndedAttempt(lease, answer, state.calls, clock.seconds(Stage.RUN), final=final, reported=reported)
+        self._roots.close(span, answer, state.calls, state.clock.times, final=state.final, log=log)
 
-    async def _run_stages(self, state: _AttemptState) -> AttemptOutcome:
+    async def _run_stages(self, state: LeasedAttempt) -> AttemptOutcome:
         """Run all stages, with or without a leased environment, unless the task demands a stronger sandbox than this worker's."""
         least = state.rollout.task.least_sandbox
         if least is not None and not self._sandbox.rung.reaches(least):
@@ -251,7 +244,7 @@ class Attempts:
             return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, str(error))
 
     @asynccontextmanager
-    async def _leased(self, state: _AttemptState, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
+    async def _leased(self, state: LeasedAttempt, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
         """Lease an environment of a service, for as long as the block."""
         stop, key = state.stop, state.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
@@ -267,7 +260,7 @@ class Attempts:
             finally:
                 environments.release(instance)
 
-    async def _hosted(self, state: _AttemptState, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _hosted(self, state: LeasedAttempt, instance: LeasedInstance | None) -> AttemptOutcome:
         """Run the stages in an agent host."""
         host = await state.stop.first(self._pool.take())
         slot = Slot(lambda: self._pool.free(host))
@@ -283,7 +276,7 @@ class Attempts:
             self._pool.give(host, freed=slot.freed)
 
     async def _staged(
-        self, state: _AttemptState, hosted: Hosted, slot: Slot, ends: Ends, instance: LeasedInstance | None
+        self, state: LeasedAttempt, hosted: Hosted, slot: Slot, ends: Ends, instance: LeasedInstance | None
     ) -> AttemptOutcome:
         stop, settings = state.stop, self._settings
         running = slot
@@ -308,7 +301,7 @@ class Attempts:
                     await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
         return await hosted.finish(ends)
 
-    async def _evaluated(self, state: _AttemptState, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _evaluated(self, state: LeasedAttempt, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
         """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
         if rewards is None or answer.failure is not None or answer.rewards is not None:
@@ -327,7 +320,7 @@ class Attempts:
                 return await state.stop.first(rewards.evaluate(body, self._settings.evaluation_timeout_seconds))
 
     @asynccontextmanager
-    async def _stage(self, state: _AttemptState, stage: Stage, seconds: float) -> AsyncGenerator[None]:
+    async def _stage(self, state: LeasedAttempt, stage: Stage, seconds: float) -> AsyncGenerator[None]:
         """Announce a stage and its time limit to the gateway, and measure the stage for as long as the block."""
         if self._gateway is not None:
             key = state.rollout.key
@@ -336,7 +329,7 @@ class Attempts:
         with state.clock.counting(stage):
             yield
 
-    async def _begin(self, state: _AttemptState) -> None:
+    async def _begin(self, state: LeasedAttempt) -> None:
         """Open the root span, and announce the attempt to the gateway."""
         state.calls = None
         state.span = self._roots.open(state.rollout, self._sandbox)
@@ -354,7 +347,7 @@ class Attempts:
             )
             await self._gateway.announce(attempt)
 
-    async def _counted(self, state: _AttemptState, answer: AttemptOutcome) -> AttemptOutcome:
+    async def _counted(self, state: LeasedAttempt, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
         if self._gateway is None or state.stop.requested.done():
             return answer
@@ -378,7 +371,7 @@ class Attempts:
         reward = self._settings.failure_rewards.of(answer.failure)
         return answer if reward is None else replace(answer, rewards=reward)
 
-    def _job(self, state: _AttemptState, instance: LeasedInstance | None) -> Job:
+    def _job(self, state: LeasedAttempt, instance: LeasedInstance | None) -> Job:
         key = state.rollout.key
         return Job(
             id=f"{key.rollout_id}/{key.attempt}",

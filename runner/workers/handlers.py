@@ -1,18 +1,15 @@
 """Handlers of a worker: the attempts of several agents side by side, each for the rollouts of one data source.
 
-In: leases. Out: ended attempts. Invariant: every lease is handled by the handler of its data source, or ends as `no_handler` with a root
-span; handlers share store, gateway and queue, and nothing else: each has agent processes and slots of its own.
+In: leased attempts. Out: the same, ended. Invariant: every one is handled by the handler of its data source, or ends as `no_handler` with a
+root span; handlers share store, gateway and queue, and nothing else: each has agent processes and slots of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from runner.queue.wire import RolloutLease
-from runner.workers.attempts import Attempts, EndedAttempt, RunServices, Stop
+from runner.workers.attempts import Attempts, LeasedAttempt, RunServices
 from runner.workers.jobs import AttemptOutcome
-from runner.workers.lost_attempts import rollout_of
-from runner.workers.slots import StageClock
 from spangrad.errors import SpangradError
 from spangrad.types import AttemptFailure
 
@@ -32,10 +29,9 @@ class Handlers:
         self.most = sum(attempts.most for attempts in by_source.values())
         """Number of attempts at once, in all stages."""
 
-    async def make(
-        self, lease: RolloutLease, stop: Stop, clock: StageClock, entered: Callable[[], None], broken: Callable[[SpangradError], None]
-    ) -> EndedAttempt:
+    async def make(self, attempt: LeasedAttempt, broken: Callable[[SpangradError], None]) -> None:
         """Run an attempt by its handler; the arguments are those of `Attempts.make`."""
+        lease = attempt.lease
         attempts = self._handler_of(lease.data_source)
         if attempts is None:
             source = f"data source {lease.data_source!r}" if lease.data_source else "rollouts without a data source"
@@ -43,11 +39,11 @@ class Handlers:
         else:
             problem = attempts.problem_with(lease)
         if attempts is not None and problem is None:
-            return await attempts.make(lease, stop, clock, entered, broken)
-        entered()
-        answer = AttemptOutcome(None, AttemptFailure.NO_HANDLER, f"{problem}.")
-        self.services.lost.write(rollout_of(lease), answer, 0, final=True)
-        return EndedAttempt(lease, answer, 0, 0.0, final=True, reported=False)
+            await attempts.make(attempt, broken)
+            return
+        attempt.entry.free()
+        attempt.answer = AttemptOutcome(None, AttemptFailure.NO_HANDLER, f"{problem}.")
+        self.services.lost.write(attempt.rollout, attempt.answer, 0, final=True)
 
     def _handler_of(self, data_source: str) -> Attempts | None:
         """Return the attempts of a data source; those of the only handler where none is named. None: there is no handler for it."""

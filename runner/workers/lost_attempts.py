@@ -48,10 +48,9 @@ class LostAttempts:
         if lease.attempt:
             await self._write_all(await self._queue.rollout(lease.rollout_id), None)
 
-    def end_cancelled(self, lease: RolloutLease) -> None:
+    def end_cancelled(self, rollout: Rollout) -> None:
         """Write the final root span of a rollout that was cancelled before the queue learned of an attempt that is not final."""
-        rollout = rollout_of(lease)
-        after = replace(rollout, key=replace(rollout.key, attempt=lease.attempt + 1))
+        after = replace(rollout, key=replace(rollout.key, attempt=rollout.key.attempt + 1))
         self.write(after, _CANCELLED_BETWEEN_ATTEMPTS, 0, final=True)
 
     def write(

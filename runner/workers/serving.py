@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from runner.queue.client import QueueClient
 from runner.runner import open_handlers
 from runner.workers.agents import AgentsBySource, AgentSpec
-from runner.workers.attempts import RunServices
+from runner.workers.attempts import RunServices, StoppedError, unless_stopped
 from runner.workers.lost_attempts import LOST
 from runner.workers.worker import Worker
 from spangrad.errors import SpangradError
@@ -62,8 +62,9 @@ async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: a
     async with AsyncExitStack() as stack:
         stopping = asyncio.create_task(ending.wait())
         stack.callback(stopping.cancel)
-        handlers = await _run_unless_stopped(stopping, open_handlers(settings, agent, stack, queue))
-        if handlers is None:
+        try:
+            handlers = await unless_stopped(stopping, open_handlers(settings, agent, stack, queue))
+        except StoppedError:
             return
         starting = Worker(settings.runner.run_id, handlers, store_retry_seconds=_STORE_RETRY_SECONDS)
         worker = await stack.enter_async_context(starting)
@@ -82,17 +83,6 @@ async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: a
         finally:
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
-
-
-async def _run_unless_stopped(stopping: asyncio.Task[Any], work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the value of `work`, or None: `stopping` was done first, and `work` is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait([stopping, task], return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 class LostAttemptCloser:

@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from runner.queue.client import LeaseHeartbeats
 from runner.queue.wire import AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
-from runner.workers.attempts import EndedAttempt, Stop, StopReason
+from runner.workers.attempts import LeasedAttempt, StopReason
 from runner.workers.handlers import Handlers
+from runner.workers.lost_attempts import rollout_of
 from runner.workers.root_spans import by_name
-from runner.workers.slots import StageClock
+from runner.workers.slots import Slot
 from spangrad.leases import this_process
-from spangrad.types import AttemptFailure, Stage
+from spangrad.types import AttemptFailure
 
 _logger = logging.getLogger(__name__)
 
@@ -43,10 +44,9 @@ class Worker:
         self._free = handlers.entry
         self._retry_seconds = store_retry_seconds
         self._room = asyncio.Event()
-        self._held: dict[tuple[str, int], Stop] = {}
-        self._clocks: dict[tuple[str, int], StageClock] = {}
+        self._held: dict[tuple[str, int], LeasedAttempt] = {}
         self._attempt_tasks: set[asyncio.Task[None]] = set()
-        self._ended: asyncio.Queue[EndedAttempt] = asyncio.Queue()
+        self._ended: asyncio.Queue[LeasedAttempt] = asyncio.Queue()
         self._changes = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
@@ -90,9 +90,9 @@ class Worker:
 
     def stop(self, rollouts: Collection[str] | None, reason: StopReason) -> None:
         """Stop attempts of these rollouts, or all; they end soon after."""
-        for (rollout_id, _), stop in self._held.items():
+        for (rollout_id, _), attempt in self._held.items():
             if rollouts is None or rollout_id in rollouts:
-                stop.now(reason)
+                attempt.stop.now(reason)
 
     async def without(self, rollouts: Collection[str]) -> None:
         """Wait until the worker holds none of these rollouts."""
@@ -137,41 +137,36 @@ class Worker:
                 self._begin(lease)
 
     def _begin(self, lease: RolloutLease) -> None:
-        key = lease.rollout_id, lease.attempt
-        stop = self._held[key] = Stop()
-        self._clocks[key] = StageClock()
+        attempt = self._held[lease.rollout_id, lease.attempt] = LeasedAttempt(lease, rollout_of(lease), Slot(self._freed))
         if self._draining or self._unsandboxed:
-            stop.now(_RELEASED if self._draining else _PAUSING)
+            attempt.stop.now(_RELEASED if self._draining else _PAUSING)
         self._free -= 1
         self._beating.keep([lease])
-        task = asyncio.create_task(self._make(lease, stop))
+        task = asyncio.create_task(self._make(attempt))
         self._attempt_tasks.add(task)
         task.add_done_callback(self._attempt_tasks.discard)
 
-    async def _make(self, lease: RolloutLease, stop: Stop) -> None:
+    async def _make(self, attempt: LeasedAttempt) -> None:
         try:
-            clock = self._clocks[lease.rollout_id, lease.attempt]
-            ended = await self._handlers.make(lease, stop, clock, self._freed, self._fail)
-            if ended.answer.failure is AttemptFailure.SANDBOX:
+            await self._handlers.make(attempt, self._fail)
+            if attempt.answer.failure is AttemptFailure.SANDBOX:
                 self._unsandboxed = True
-            elif ended.seconds:
+            elif attempt.seconds:
                 self._pause = _PAUSE_SECONDS
-            self._ended.put_nowait(ended)
+            self._ended.put_nowait(attempt)
         except Exception as error:
             self._fail(error)
-            self._drop(lease)  # it is never reported: its lease expires, and its rollout is tried again
+            self._drop(attempt.lease)  # it is never reported: its lease expires, and its rollout is tried again
             await self._changed()
             raise
 
     def _drop(self, lease: RolloutLease) -> None:
         self._beating.drop(lease)
         self._held.pop((lease.rollout_id, lease.attempt), None)
-        self._clocks.pop((lease.rollout_id, lease.attempt), None)
 
     def _ran(self, lease: RolloutLease) -> float | None:
-        """Return the seconds that the agent of an attempt has run; waits, initialisation and evaluation do not count."""
-        clock = self._clocks.get((lease.rollout_id, lease.attempt))
-        return clock and clock.seconds(Stage.RUN)
+        attempt = self._held.get((lease.rollout_id, lease.attempt))
+        return attempt and attempt.seconds
 
     def _freed(self) -> None:
         self._free += 1
@@ -180,11 +175,11 @@ class Worker:
     def _lost(self, lease: RolloutLease, result: AttemptReceipt) -> None:
         """Stop an attempt whose lease the queue has ended."""
         _logger.info("stopping it, as the queue says: %s", result.refused or f"attempt {lease.attempt} of rollout {lease.rollout_id}")
-        stop = self._held.get((lease.rollout_id, lease.attempt))
-        if stop is not None:
+        attempt = self._held.get((lease.rollout_id, lease.attempt))
+        if attempt is not None:
             reason = result.ended or AttemptFailure.LOST
             final = result.state in {RolloutState.CANCELLED, RolloutState.DEAD}
-            stop.now(StopReason(reason, result.refused or "the queue ended it", final=final, reported=True))
+            attempt.stop.now(StopReason(reason, result.refused or "the queue ended it", final=final, reported=True))
 
     async def _report_endings(self) -> None:
         """Report endings, in batches of those that arrived while the previous batch was reported, or soon after the first."""
@@ -201,7 +196,7 @@ class Worker:
             self._room.set()
             await self._changed()
 
-    async def _report(self, ended: Sequence[EndedAttempt]) -> None:
+    async def _report(self, ended: Sequence[LeasedAttempt]) -> None:
         released: dict[str, list[RolloutLease]] = {}
         for attempt in ended:
             if attempt.answer.failure is AttemptFailure.RELEASED:
@@ -215,18 +210,18 @@ class Worker:
             results += await self._queue.fail(failures)
         for detail, leases_back in released.items():
             results += await self._queue.release(leases_back, detail)
-        leases = {(one.lease.rollout_id, one.lease.attempt): one.lease for one in ended if not one.final}
+        rollouts = {(one.lease.rollout_id, one.lease.attempt): one.rollout for one in ended if not one.final}
         refused = [result for result in results if result.refused is not None]
         for result in refused:
             _logger.warning("%s", result.refused)
-            lease = leases.get((result.rollout_id, result.attempt))
-            if lease is not None and result.state is RolloutState.CANCELLED:
-                self._services.lost.end_cancelled(lease)
+            rollout = rollouts.get((result.rollout_id, result.attempt))
+            if rollout is not None and result.state is RolloutState.CANCELLED:
+                self._services.lost.end_cancelled(rollout)
         if refused:
             await self._services.roots.acknowledged(self._retry_seconds)
 
 
-def _completion(ended: EndedAttempt) -> Completion:
+def _completion(ended: LeasedAttempt) -> Completion:
     return Completion(
         rollout_id=ended.lease.rollout_id,
         attempt=ended.lease.attempt,
@@ -236,7 +231,7 @@ def _completion(ended: EndedAttempt) -> Completion:
     )
 
 
-def _failure(ended: EndedAttempt) -> Failure:
+def _failure(ended: LeasedAttempt) -> Failure:
     assert ended.answer.failure is not None
     return Failure(
         rollout_id=ended.lease.rollout_id,
