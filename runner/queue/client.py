@@ -19,6 +19,7 @@ from pydantic import SecretStr
 
 from runner.ids import ordered_ids
 from runner.queue.wire import (
+    AttemptKey,
     AttemptReceipt,
     AttemptReceipts,
     Cancelled,
@@ -236,7 +237,7 @@ class LeaseHeartbeats:
         self._worker = worker
         self._ended = ended
         self._ran = ran
-        self._leases: dict[tuple[str, int], RolloutLease] = {}
+        self._leases: dict[AttemptKey, RolloutLease] = {}
         self._stopped_early: deque[AttemptReceipt] = deque(maxlen=_STOPPED_EARLY_KEPT)
         """Attempts that were ended before this worker had the response with their lease."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -256,15 +257,15 @@ class LeaseHeartbeats:
 
     def keep(self, leases: Iterable[RolloutLease]) -> None:
         """Add leases to the heartbeats."""
-        self._leases.update(((one.rollout_id, one.attempt), one) for one in leases)
+        self._leases.update((one.key, one) for one in leases)
         self._changed.set()
-        for result in [result for result in self._stopped_early if (result.rollout_id, result.attempt) in self._leases]:
+        for result in [result for result in self._stopped_early if result.key in self._leases]:
             self._stopped_early.remove(result)
             self._end(result)
 
     def drop(self, lease: RolloutLease) -> None:
         """Remove a lease from the heartbeats: its attempt was reported, or returned."""
-        self._leases.pop((lease.rollout_id, lease.attempt), None)
+        self._leases.pop(lease.key, None)
 
     async def _renew(self) -> None:
         held = list(self._leases.values())
@@ -293,13 +294,13 @@ class LeaseHeartbeats:
                 continue
             cursor = stops.cursor
             for result in stops.results:
-                if (result.rollout_id, result.attempt) in self._leases:
+                if result.key in self._leases:
                     self._end(result)
                 else:
                     self._stopped_early.append(result)
 
     def _end(self, result: AttemptReceipt) -> None:
-        lease = self._leases.pop((result.rollout_id, result.attempt), None)
+        lease = self._leases.pop(result.key, None)
         if lease is not None:
             self._ended(lease, result)
 

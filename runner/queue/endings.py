@@ -7,9 +7,9 @@ changes nothing. No number of an ending is given twice, so a client that reads o
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,40 +17,9 @@ from msgspec.structs import replace
 
 from runner.queue.rows import NEWEST_END, OPEN, add_counts, chunks
 from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
-from runner.queue.wire import AttemptReceipt, Cancelled, ClosedEndings, Completion, Failure, RolloutSelector, RolloutState
+from runner.queue.wire import AttemptKey, AttemptReceipt, Cancelled, ClosedEndings, Ending, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
-from spangrad.text_sanitizer import storable
 from spangrad.types import AttemptFailure
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The end of an attempt."""
-
-    rollout_id: str
-    attempt: int
-    reason: AttemptFailure | None
-    """None: it succeeded."""
-    detail: str = ""
-    rewards: Rewards | None = None
-    calls: int | None = None
-    seconds: float | None = None
-    retry: bool = True
-
-    @staticmethod
-    def of(report: Completion | Failure) -> Ending:
-        """Build the ending from a worker's report."""
-        if isinstance(report, Completion):
-            return Ending(report.rollout_id, report.attempt, None, "", report.rewards, report.calls, report.seconds)
-        detail = storable(report.detail)
-        return Ending(report.rollout_id, report.attempt, report.reason, detail, report.rewards, report.calls, report.seconds, report.retry)
-
-    def is_recorded_in(self, row: sa.RowMapping) -> bool:
-        """Return whether a row of ATTEMPTS records this very ending."""
-        if self.reason in {AttemptFailure.LOST, AttemptFailure.RELEASED}:
-            return row["reason"] == self.reason
-        facts = (self.reason, self.detail, _json(self.rewards), self.calls, self.seconds)
-        return facts == (row["reason"], row["detail"], row["rewards"], row["calls"], row["seconds"])
 
 
 class Endings:
@@ -61,29 +30,24 @@ class Endings:
         highest = [connection.execute(sa.select(sa.func.max(column))).scalar() or 0 for column in (newest.c.newest, ENDED.c.highest)]
         self._next = max(highest) + 1
 
-    def end(self, transaction: sa.Connection, endings: Sequence[Ending], wall: float) -> list[AttemptReceipt]:
-        """End attempts; return results in the order of the endings.
-
-        Args:
-            transaction: the transaction to write in.
-            endings: of attempts that may have ended already, or never existed.
-            wall: seconds since 1970, for people and for the retention time.
-        """
+    def end(self, transaction: sa.Connection, endings: Sequence[Ending]) -> list[AttemptReceipt]:
+        """End attempts, which may have ended already, or never existed; return results in the order of the endings."""
+        wall = time.time()
         rows = _rollouts(transaction, [ending.rollout_id for ending in endings])
-        recorded = _ended(transaction, [ending for ending in endings if not _is_running(rows.get(ending.rollout_id), ending.attempt)])
+        recorded = _ended(transaction, [one.rollout_id for one in endings if not _is_running(rows.get(one.rollout_id), one.attempt)])
         updates: list[dict[str, object]] = []
         new: list[dict[str, object]] = []
         ended = Counter[tuple[str, str]]()
         results: list[AttemptReceipt] = []
         for ending in endings:
-            row, recorded_row = rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))
+            row, recorded_row = rows.get(ending.rollout_id), recorded.get(ending.key)
             if row is None or not _is_running(row, ending.attempt):
-                results.append(_answer(ending, row, recorded_row))
+                results.append(_receipt(ending.key, row, recorded_row, ending))
                 continue
             row["state"], row["attempts_left"] = self._next_state(ending, row)
             row["ended"], row["ended_at"] = (self._number(), wall) if row["state"] not in OPEN else (None, None)
             updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended", "ended_at")})
-            recorded[ending.rollout_id, ending.attempt] = attempt = _attempt_row(ending, row, wall)
+            recorded[ending.key] = attempt = _attempt_row(ending, row, wall)
             new.append(attempt)
             results.append(AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"])))
             if row["ended"] is not None:
@@ -95,10 +59,10 @@ class Endings:
             add_counts(transaction, run_id, {state: number})
         return results
 
-    def cancel(self, transaction: sa.Connection, which: RolloutSelector, wall: float) -> tuple[Cancelled, list[tuple[str, int]]]:
+    def cancel(self, transaction: sa.Connection, which: RolloutSelector) -> tuple[Cancelled, list[AttemptKey]]:
         """Cancel queued and running rollouts; return the counts, and the attempts that were running."""
-        held: list[tuple[str, int]] = []
-        number = 0
+        held: list[AttemptKey] = []
+        number, wall = 0, time.time()
         highest = transaction.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar() or 0
         for condition in _condition(which):
             running = sa.select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.attempt).where(condition, ROLLOUTS.c.state == RolloutState.RUNNING.value)
@@ -176,10 +140,10 @@ def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[
     return rollouts
 
 
-def _ended(transaction: sa.Connection, endings: Sequence[Ending]) -> dict[tuple[str, int], Any]:
-    """Return the rows of ATTEMPTS of the rollouts that endings name."""
-    attempts: dict[tuple[str, int], Any] = {}
-    for part in chunks([one.rollout_id for one in endings]):
+def _ended(transaction: sa.Connection, rollout_ids: Sequence[str]) -> dict[AttemptKey, Any]:
+    """Return the rows of ATTEMPTS of rollouts."""
+    attempts: dict[AttemptKey, Any] = {}
+    for part in chunks(rollout_ids):
         rows = transaction.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings()
         attempts.update(((row["rollout_id"], row["attempt"]), row) for row in rows)
     return attempts
@@ -189,21 +153,22 @@ def _is_running(row: Mapping[str, Any] | None, attempt: int) -> bool:
     return row is not None and row["state"] == RolloutState.RUNNING and row["attempt"] == attempt
 
 
-def _answer(ending: Ending, row: Mapping[str, Any] | None, recorded_row: sa.RowMapping | None) -> AttemptReceipt:
-    """Build the result for an attempt that is not running."""
-    name = f"attempt {ending.attempt} of rollout {ending.rollout_id}"
-    receipt = AttemptReceipt(
-        rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"]) if row is not None else None
-    )
+def _receipt(
+    key: AttemptKey, row: Mapping[str, Any] | None, recorded_row: Mapping[str, Any] | None, ending: Ending | None = None
+) -> AttemptReceipt:
+    """Build the result for an attempt that is not running; `ending`: its worker's report, if it is one."""
+    rollout_id, attempt = key
+    name = f"attempt {attempt} of rollout {rollout_id}"
+    receipt = AttemptReceipt(rollout_id=rollout_id, attempt=attempt, state=RolloutState(row["state"]) if row is not None else None)
     if row is None:
-        return replace(receipt, refused=f"the queue has no rollout {ending.rollout_id}. Lease one before you end it.")
+        return replace(receipt, refused=f"the queue has no rollout {rollout_id}. Lease one before you end it.")
     if recorded_row is None:
         refused = f"{name} has not been handed out: the newest is {row['attempt']}. Lease one before you end it."
         return replace(receipt, refused=refused)
-    if ending.is_recorded_in(recorded_row):
+    if ending is not None and _is_recorded(ending, recorded_row):
         return replace(receipt, state=RolloutState(recorded_row["state"]))
     outcome = f"failed ({recorded_row['reason']}: {recorded_row['detail']})" if recorded_row["reason"] else "succeeded"
-    newest = f"; attempt {row['attempt']} is {row['state']}" if row["attempt"] != ending.attempt else ""
+    newest = f"; attempt {row['attempt']} is {row['state']}" if row["attempt"] != attempt else ""
     return replace(
         receipt,
         refused=f"{name} has ended: it {outcome}{newest}. Later reports of it are ignored.",
@@ -211,12 +176,19 @@ def _answer(ending: Ending, row: Mapping[str, Any] | None, recorded_row: sa.RowM
     )
 
 
-def not_running(connection: sa.Connection, attempts: Sequence[tuple[str, int]]) -> list[AttemptReceipt]:
+def _is_recorded(ending: Ending, row: Mapping[str, Any]) -> bool:
+    """Return whether a row of ATTEMPTS records this very ending."""
+    if ending.reason in {AttemptFailure.LOST, AttemptFailure.RELEASED}:
+        return row["reason"] == ending.reason
+    facts = (ending.reason, ending.detail, _json(ending.rewards), ending.calls, ending.seconds)
+    return facts == (row["reason"], row["detail"], row["rewards"], row["calls"], row["seconds"])
+
+
+def not_running(connection: sa.Connection, attempts: Sequence[AttemptKey]) -> list[AttemptReceipt]:
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
-    endings = [Ending(name, attempt, None, seconds=-1) for name, attempt in attempts]  # equal to no recorded ending
-    rows, recorded = _rollouts(connection, [name for name, _ in attempts]), _ended(connection, endings)
-    lost = [ending for ending in endings if not _is_running(rows.get(ending.rollout_id), ending.attempt)]
-    return [_answer(ending, rows.get(ending.rollout_id), recorded.get((ending.rollout_id, ending.attempt))) for ending in lost]
+    ids = [rollout_id for rollout_id, _ in attempts]
+    rows, recorded = _rollouts(connection, ids), _ended(connection, ids)
+    return [_receipt(key, rows.get(key[0]), recorded.get(key)) for key in attempts if not _is_running(rows.get(key[0]), key[1])]
 
 
 def _attempt_row(ending: Ending, row: Mapping[str, Any], wall: float) -> Any:

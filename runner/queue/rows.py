@@ -7,6 +7,7 @@ entries as it hands out rollouts, however long the queue is; a rollout that was 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,10 @@ from msgspec import Raw
 
 from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
-from runner.queue.wire import AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
+from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout
+from spangrad.leases import this_boot
 from spangrad.settings import Settings
 from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
 
@@ -28,17 +30,6 @@ OPEN = (RolloutState.QUEUED.value, RolloutState.RUNNING.value)
 """States of rollouts that have not ended."""
 CHUNK = 1000
 """Ids in one statement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """Current time, by the server's clocks."""
-
-    boot: str
-    """Id of the boot that `monotonic` counts from."""
-    monotonic: float
-    wall: float
-    """Seconds since 1970: for people, never compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +59,11 @@ class Running:
     boot: str
     began: float
     """Beginning in seconds of the monotonic clock of that boot."""
+
+    @property
+    def key(self) -> AttemptKey:
+        """Return the attempt."""
+        return self.rollout_id, self.attempt
 
 
 def enqueue(
@@ -150,9 +146,10 @@ def _add_groups(transaction: sa.Connection, database: Database, run_id: str, gro
         transaction.execute(GROUP_COUNTS.update().where(*same).values(groups=GROUP_COUNTS.c.groups + count))
 
 
-def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float, now: Moment) -> list[RolloutLease]:
+def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float) -> list[RolloutLease]:
     """Lease the first rollouts: those of the highest priority, then the oldest. One statement."""
-    facts = {"worker": request.worker, "lease_seconds": seconds, "boot": now.boot, "began": now.monotonic, "began_at": now.wall}
+    clocks = {"boot": this_boot(), "began": time.monotonic(), "began_at": time.time()}
+    facts = {"worker": request.worker, "lease_seconds": seconds, **clocks}
     values = {"run": request.run_id, "count": request.count, **{f"the_{name}": value for name, value in facts.items()}}
     rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
     return [

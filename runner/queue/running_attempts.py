@@ -8,17 +8,14 @@ from before, unless the machine was restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-from runner.queue.endings import Ending
-from runner.queue.rows import Moment, Running
-from runner.queue.wire import Held, RolloutLease
+from runner.queue.rows import Running
+from runner.queue.wire import AttemptKey, Failure, Held, RolloutLease
 from spangrad.leases import LeaseClock, is_dead, this_boot
 from spangrad.types import AttemptFailure
 
-Key = tuple[str, int]
-"""Rollout id and attempt number."""
 SWEEP_SECONDS = 0.25
 """Pause between two checks for expired leases and time limits, in seconds."""
 
@@ -27,96 +24,81 @@ class RunningAttempts:
     """Running attempts of the queue, with the clocks of their leases and time limits."""
 
     def __init__(self) -> None:
-        """Start without attempts."""
-        self._boot = this_boot()
-        self._leases = LeaseClock[Key]()
+        self._leases = LeaseClock[AttemptKey]()
         """Time until each lease expires."""
-        self._time_limits = LeaseClock[Key]()
+        self._time_limits = LeaseClock[AttemptKey]()
         """Time until each attempt exceeds its time limit."""
-        self._running: dict[Key, Running] = {}
+        self._running: dict[AttemptKey, Running] = {}
 
     def __len__(self) -> int:
         """Return their number."""
         return len(self._running)
 
-    def __contains__(self, key: Key) -> bool:
+    def __contains__(self, key: AttemptKey) -> bool:
         """Return whether an attempt is running."""
         return key in self._running
-
-    def now(self) -> Moment:
-        """Return the current time."""
-        return Moment(self._boot, time.monotonic(), time.time())
 
     def sweeps(self) -> AsyncIterator[None]:
         """Yield whenever expired attempts should be looked for; a delay of this process prolongs their leases and time limits."""
         return self._leases.ticks(SWEEP_SECONDS, self._time_limits)
 
-    def add(self, attempts: Iterable[Running], *, is_new: bool) -> None:
-        """Add attempts, or renew them; for those that are not new, count the time that they have run already as well."""
-        now = self.now()
+    def add(self, attempts: Iterable[Running]) -> None:
+        """Add attempts; the time that they have run in this boot counts."""
         for attempt in attempts:
-            key = (attempt.rollout_id, attempt.attempt)
-            if key in self._running:
-                self._leases.renew(key, attempt.lease_seconds)
-                self._running[key] = attempt
-                continue
-            ran = now.monotonic - attempt.began if not is_new and attempt.boot == self._boot else 0.0
-            self._running[key] = attempt
-            self._leases.renew(key, attempt.lease_seconds)
+            ran = time.monotonic() - attempt.began if attempt.boot == this_boot() else 0.0
+            self._running[attempt.key] = attempt
+            self._leases.renew(attempt.key, attempt.lease_seconds)
             # A worker has a lease's time more to end an attempt by itself: it knows better how it ended, and how long the agent ran.
-            self._time_limits.renew(key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
+            self._time_limits.renew(attempt.key, attempt.lease_seconds + max(attempt.timeout_seconds - ran, 0.0))
 
     def lease(self, leases: Iterable[RolloutLease], worker: str) -> None:
         """Add the attempts that a worker was just given."""
-        began = self.now().monotonic
-        self.add((_running(one, worker, self._boot, began) for one in leases), is_new=True)
+        began = this_boot(), time.monotonic()
+        self.add(Running(*lease.key, lease.lease_seconds, lease.timeout_seconds, worker, *began) for lease in leases)
 
     def replace(self, attempts: Iterable[Running]) -> None:
         """Keep exactly these attempts; those that are running already are not renewed."""
-        by_key = {(one.rollout_id, one.attempt): one for one in attempts}
+        by_key = {one.key: one for one in attempts}
         for key in [key for key in self._running if key not in by_key]:
             self.remove(key)
-        self.add((one for key, one in by_key.items() if key not in self._running), is_new=False)
+        self.add(one for key, one in by_key.items() if key not in self._running)
 
-    def extend(self, key: Key, lease_seconds: float) -> None:
+    def extend(self, key: AttemptKey, lease_seconds: float) -> None:
         """Set the time for which a lease holds from now on; nothing happens for an attempt that has ended."""
         if running := self._running.get(key):
-            self.add([replace(running, lease_seconds=lease_seconds)], is_new=True)
+            self._running[key] = replace(running, lease_seconds=lease_seconds)
+            self._leases.renew(key, lease_seconds)
 
     def beat(self, held: Held) -> bool:
         """Renew a lease by a heartbeat; return False if the attempt is not running."""
-        key = (held.rollout_id, held.attempt)
-        running = self._running.get(key)
+        running = self._running.get(held.key)
         if running is None:
             return False
-        self._leases.renew(key, running.lease_seconds)
+        self._leases.renew(held.key, running.lease_seconds)
         if held.ran is not None:
-            self._time_limits.renew(key, running.timeout_seconds + running.lease_seconds - held.ran)
+            self._time_limits.renew(held.key, running.timeout_seconds + running.lease_seconds - held.ran)
         return True
 
-    def remove(self, key: Key) -> Running | None:
+    def remove(self, key: AttemptKey) -> Running | None:
         """Remove an attempt and return it. None: it was not running."""
         self._leases.forget(key)
         self._time_limits.forget(key)
         return self._running.pop(key, None)
 
-    def expired(self, *, check_workers: bool) -> Mapping[Key, Ending]:
+    def expired(self, *, check_workers: bool) -> Sequence[Failure]:
         """Return the endings of attempts whose time is over, whose lease has expired or, where asked, whose worker's process is dead."""
-        endings: dict[Key, Ending] = {}
+        details: dict[AttemptKey, str] = {}
         for key in self._time_limits.expired():
-            detail = f"it ran for more than {self._running[key].timeout_seconds:g} s, and its worker did not end it"
-            endings[key] = Ending(*key, AttemptFailure.LOST, detail)
+            details[key] = f"it ran for more than {self._running[key].timeout_seconds:g} s, and its worker did not end it"
         for key in self._leases.expired():
             running = self._running[key]
-            detail = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
-            endings[key] = Ending(*key, AttemptFailure.LOST, detail)
+            details[key] = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
         if check_workers:
             dead = {worker for worker in {one.worker for one in self._running.values()} if is_dead(worker)}
             for key, running in self._running.items():
                 if running.worker in dead:
-                    endings[key] = Ending(*key, AttemptFailure.LOST, f"its worker's process has ended: {running.worker}")
-        return endings
-
-
-def _running(lease: RolloutLease, worker: str, boot: str, began: float) -> Running:
-    return Running(lease.rollout_id, lease.attempt, lease.lease_seconds, lease.timeout_seconds, worker, boot, began)
+                    details[key] = f"its worker's process has ended: {running.worker}"
+        return [
+            Failure(rollout_id=rollout_id, attempt=attempt, reason=AttemptFailure.LOST, detail=detail)
+            for (rollout_id, attempt), detail in details.items()
+        ]

@@ -14,25 +14,29 @@ from typing import Any, TypeVar
 
 import msgspec
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from runner.ids import ordered_ids
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, close_endings, not_running
+from runner.queue.endings import Endings, close_endings, not_running
 from runner.queue.notifier import Notifier, wait_for_event
 from runner.queue.purge import purge
 from runner.queue.rows import Defaults
-from runner.queue.running_attempts import Key, RunningAttempts
+from runner.queue.running_attempts import RunningAttempts
 from runner.queue.stopped_attempts import GatewayOrders, StoppedAttempts
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
+    AttemptKey,
     AttemptReceipts,
     Cancelled,
     ClosedEndings,
     Complete,
+    Ending,
     Enqueue,
     Enqueued,
     Extend,
     Fail,
+    Failure,
     Heartbeat,
     Held,
     LeaseRelease,
@@ -101,7 +105,7 @@ class Service:
         """Number of checks so far."""
         with database.reading() as connection:
             self._endings = Endings(connection)
-            self._running.add(rows.running(connection), is_new=False)
+            self._running.add(rows.running(connection))
         self.writer = Writer(database)
         self.ended: dict[str, int] = {}
         """Attempts by how they ended, since this process started."""
@@ -184,7 +188,7 @@ class Service:
         end = time.monotonic() + request.wait_seconds
         while True:
             event = self._arrivals.of(request.run_id)
-            leases = await self._write(lambda tx: [] if is_gone() else rows.hand_out(tx, request, seconds, self._running.now()))
+            leases = await self._write(lambda tx: [] if is_gone() else rows.hand_out(tx, request, seconds))
             self._running.lease(leases, request.worker)
             if leases and is_gone():
                 held = [Held(rollout_id=lease.rollout_id, attempt=lease.attempt) for lease in leases]
@@ -195,7 +199,7 @@ class Service:
 
     async def beat(self, beat: Heartbeat) -> AttemptReceipts:
         """Renew leases; return results for those that have ended."""
-        lost = [(held.rollout_id, held.attempt) for held in beat.leases if not self._running.beat(held)]
+        lost = [held.key for held in beat.leases if not self._running.beat(held)]
         if not lost:
             return AttemptReceipts(results=[])
         results = await self.read(lambda connection: not_running(connection, lost))
@@ -211,7 +215,7 @@ class Service:
 
     async def extend(self, request: Extend) -> AttemptReceipts:
         """Set the time for which leases hold from now on; return results for those that have ended."""
-        keys = [(one.rollout_id, one.attempt) for one in request.leases]
+        keys = [one.key for one in request.leases]
         held = [key for key in keys if key in self._running]
         await self._write(lambda transaction: rows.extend(transaction, held, request.seconds))
         for key in held:
@@ -221,16 +225,18 @@ class Service:
 
     async def complete(self, request: Complete) -> AttemptReceipts:
         """End attempts that succeeded."""
-        return await self._end([Ending.of(one) for one in request.completions])
+        return await self._end(request.completions)
 
     async def fail(self, request: Fail) -> AttemptReceipts:
         """End attempts that failed."""
-        return await self._end([Ending.of(one) for one in request.failures])
+        return await self._end([replace(one, detail=storable(one.detail)) for one in request.failures])
 
     async def release(self, request: LeaseRelease) -> AttemptReceipts:
         """Take leases back; their attempts do not count."""
-        detail = storable(request.detail)
-        return await self._end([Ending(one.rollout_id, one.attempt, AttemptFailure.RELEASED, detail) for one in request.leases])
+        reason, detail = AttemptFailure.RELEASED, storable(request.detail)
+        return await self._end(
+            [Failure(rollout_id=one.rollout_id, attempt=one.attempt, reason=reason, detail=detail) for one in request.leases]
+        )
 
     async def close_endings(self, closed: ClosedEndings) -> ClosedEndings:
         """Record up to which ending lost attempts of a run have root spans; return the furthest that was recorded."""
@@ -238,7 +244,7 @@ class Service:
 
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""
-        cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which, time.time()))
+        cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which))
         self._stops.add((running.worker, key) for key in held if (running := self._running.remove(key)))
         self._close_calls({AttemptFailure.CANCELLED: held})
         self._count(AttemptFailure.CANCELLED, len(held))
@@ -308,8 +314,9 @@ class Service:
                 if renewal_due := self.sweeps % _SWEEPS_PER_RENEWAL == 0:
                     await self._renew_lock()
                 if endings := self._running.expired(check_workers=renewal_due):
-                    await self._end(list(endings.values()), by_queue=True)
-                    logger.info("%d attempts have expired: %s", len(endings), ", ".join(f"{id_}/{n}" for id_, n in list(endings)[:8]))
+                    await self._end(endings, by_queue=True)
+                    first = ", ".join(f"{ending.rollout_id}/{ending.attempt}" for ending in endings[:8])
+                    logger.info("%d attempts have expired: %s", len(endings), first)
             except Exception as error:  # also for want of descriptors or threads: without sweeps no lease would expire any more
                 logger.warning("%s", error, exc_info=not isinstance(error, QueueError))
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -318,25 +325,24 @@ class Service:
                 return
 
     async def _end(self, endings: Sequence[Ending], *, by_queue: bool = False) -> AttemptReceipts:
-        results = await self._write(lambda transaction: self._endings.end(transaction, endings, time.time()))
-        failed: dict[AttemptFailure, list[Key]] = {}
+        results = await self._write(lambda transaction: self._endings.end(transaction, endings))
+        failed: dict[AttemptFailure, list[AttemptKey]] = {}
         for ending, result in zip(endings, results, strict=True):
-            key = (ending.rollout_id, ending.attempt)
-            running = self._running.remove(key)
+            running = self._running.remove(ending.key)
             if running is None or result.refused is not None:
                 continue
             self._count(ending.reason)
             if ending.reason is not None:
-                failed.setdefault(ending.reason, []).append(key)
+                failed.setdefault(ending.reason, []).append(ending.key)
             if by_queue:
-                self._stops.add([(running.worker, key)])
+                self._stops.add([(running.worker, ending.key)])
         self._close_calls(failed)
         self._ends.notify()
         if any(result.state is RolloutState.QUEUED for result in results):
             self._arrivals.notify()
         return AttemptReceipts(results=results)
 
-    def _close_calls(self, failed: Mapping[AttemptFailure, Sequence[Key]]) -> None:
+    def _close_calls(self, failed: Mapping[AttemptFailure, Sequence[AttemptKey]]) -> None:
         """Have the gateway end the calls of attempts, by the reason for which they failed."""
         if self._gateway is not None:
             for reason, keys in failed.items():

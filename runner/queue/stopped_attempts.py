@@ -17,7 +17,7 @@ import msgspec
 from pydantic import SecretStr
 
 from runner.queue.notifier import Notifier, wait_for_event
-from runner.queue.running_attempts import Key
+from runner.queue.wire import AttemptKey
 from spangrad.http.announcements import ClosedAttempt, ClosingRequest
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RequestError, gateway_service
@@ -41,19 +41,19 @@ class StoppedAttempts:
 
     def __init__(self) -> None:
         """Start without attempts."""
-        self._stops: deque[tuple[int, str, Key]] = deque(maxlen=STOPS_KEPT)
+        self._stops: deque[tuple[int, str, AttemptKey]] = deque(maxlen=STOPS_KEPT)
         # Workers keep their position when the server is started again: its numbers go on from later ones.
         self._next = time.time_ns()
         self._notifier = Notifier()
 
-    def add(self, stopped: Iterable[tuple[str, Key]]) -> None:
+    def add(self, stopped: Iterable[tuple[str, AttemptKey]]) -> None:
         """Add attempts with the names of their workers, and wake these."""
         for worker, key in stopped:
             self._stops.append((self._next, worker, key))
             self._next += 1
             self._notifier.notify(worker)
 
-    async def after(self, worker: str, position: int, wait_seconds: float) -> tuple[list[Key], int]:
+    async def after(self, worker: str, position: int, wait_seconds: float) -> tuple[list[AttemptKey], int]:
         """Return a worker's attempts after a position, and the next position; if there is none, wait for one as long as requested."""
         end = time.monotonic() + wait_seconds
         while True:
@@ -84,7 +84,7 @@ class GatewayOrders:
         """Return the orders to the gateway of the settings. None: agents call the engine itself (runner.gateway)."""
         return cls(settings.gateway.url, settings.gateway.token) if settings.runner.gateway else None
 
-    def close_attempts(self, keys: Sequence[Key], reason: AttemptFailure) -> None:
+    def close_attempts(self, keys: Sequence[AttemptKey], reason: AttemptFailure) -> None:
         """Add an order; `run` sends it."""
         self._waiting.extend(ClosedAttempt(rollout_id=rollout, attempt=attempt, reason=reason.value) for rollout, attempt in keys)
         self._arrived.set()

@@ -6,7 +6,7 @@ In, out: frozen structs. Invariant: an unknown field is refused, and so is a val
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -18,6 +18,8 @@ from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion,
 
 CallCount = Annotated[int, Meta(ge=0, lt=2**31)]
 """Number of policy calls, which PostgreSQL keeps in 32 bits: a larger one would fail the transaction of all requests that share it."""
+AttemptKey = tuple[str, int]
+"""Rollout id and number of an attempt."""
 LIST_MOST = 1000
 """Largest number of rollouts in one response."""
 
@@ -72,12 +74,22 @@ class LeaseRequest(Struct, frozen=True, kw_only=True):
     """Time for which each lease holds without renewal, in seconds. None: queue.lease_seconds of the server."""
 
 
-class RolloutLease(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AttemptReference(Struct, frozen=True, kw_only=True):
+    """Base class of the messages about one attempt."""
+
+    rollout_id: Name
+    attempt: Annotated[int, Meta(ge=0)]
+
+    @property
+    def key(self) -> AttemptKey:
+        """Return the attempt."""
+        return self.rollout_id, self.attempt
+
+
+class RolloutLease(AttemptReference, frozen=True, kw_only=True, omit_defaults=True):
     """Permission for one attempt of a rollout; its holder must report how the attempt ended."""
 
     run_id: str
-    rollout_id: str
-    attempt: int
     last: bool
     """True if no other attempt follows when this one fails."""
     task_id: str
@@ -108,11 +120,9 @@ class Leases(Struct, frozen=True, kw_only=True):
     leases: list[RolloutLease]
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class Held(AttemptReference, frozen=True, kw_only=True):
     """Reference to a leased attempt."""
 
-    rollout_id: Name
-    attempt: Annotated[int, Meta(ge=0)]
     ran: Annotated[float, Meta(ge=0)] | None = None
     """Heartbeats only: time that the agent has run, in seconds; only this counts as run time. None: the time since the hand-out counts."""
 
@@ -147,17 +157,23 @@ class LeaseRelease(Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-class Completion(Struct, frozen=True, kw_only=True):
-    """Report that an attempt succeeded."""
+class AttemptReport(AttemptReference, frozen=True, kw_only=True):
+    """Report that an attempt ended."""
 
-    rollout_id: Name
-    attempt: Annotated[int, Meta(ge=0)]
     rewards: Rewards | None = None
-    """Final rewards by name, or by name and role. None: the agent's spans hold them."""
+    """Final rewards by name, or by name and role. None: the agent's spans hold them, or it failed and has none."""
     calls: CallCount | None = None
     """Policy calls that the gateway answered. None: they were not counted."""
     seconds: Annotated[float, Meta(ge=0)] | None = None
     """Time that the agent ran, in seconds, by its worker's clock. None: unknown."""
+
+
+class Completion(AttemptReport, frozen=True, kw_only=True):
+    """Report that an attempt succeeded."""
+
+    reason: ClassVar[None] = None
+    detail: ClassVar[str] = ""
+    retry: ClassVar[bool] = False
 
 
 class Complete(Struct, frozen=True, kw_only=True):
@@ -166,20 +182,14 @@ class Complete(Struct, frozen=True, kw_only=True):
     completions: list[Completion]
 
 
-class Failure(Struct, frozen=True, kw_only=True):
-    """Report that an attempt failed."""
+class Failure(AttemptReport, frozen=True, kw_only=True):
+    """Report that an attempt failed; with rewards, for a failure that the policy caused, the rollout counts, and is not tried again."""
 
-    rollout_id: Name
-    attempt: Annotated[int, Meta(ge=0)]
     reason: AttemptFailure
     detail: str = ""
     """Explanation for people."""
-    calls: CallCount | None = None
-    seconds: Annotated[float, Meta(ge=0)] | None = None
     retry: bool = True
     """False: another attempt would fail as well; the rollout is dead at once."""
-    rewards: Rewards | None = None
-    """Rewards by name, for a failure that the policy caused: the rollout has failed, counts, and is not tried again. None: no reward."""
 
     def __post_init__(self) -> None:
         """Raise ValueError where there are rewards for a failure that the policy did not cause."""
@@ -188,17 +198,19 @@ class Failure(Struct, frozen=True, kw_only=True):
             raise ValueError(f"the policy did not cause {self.reason.value!r}: leave out its rewards. Only {reasons} have any")
 
 
+Ending = Completion | Failure
+"""The end of an attempt, as its worker or the queue reports it."""
+
+
 class Fail(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/leases/fail."""
 
     failures: list[Failure]
 
 
-class AttemptReceipt(Struct, frozen=True, kw_only=True):
+class AttemptReceipt(AttemptReference, frozen=True, kw_only=True):
     """Result of a request for one attempt: complete, fail, release, extend or heartbeat."""
 
-    rollout_id: str
-    attempt: int
     state: RolloutState | None
     """State of the rollout after this attempt ended; the same however often it is reported. None: the queue has no such rollout."""
     refused: str | None = None

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.queue.client import LeaseHeartbeats
-from runner.queue.wire import AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
+from runner.queue.wire import AttemptKey, AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
 from runner.workers.attempts import LeasedAttempt, StopReason
 from runner.workers.handlers import Handlers
 from runner.workers.lost_attempts import rollout_of
@@ -44,7 +44,7 @@ class Worker:
         self._free = handlers.entry
         self._retry_seconds = store_retry_seconds
         self._room = asyncio.Event()
-        self._held: dict[tuple[str, int], LeasedAttempt] = {}
+        self._held: dict[AttemptKey, LeasedAttempt] = {}
         self._attempt_tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[LeasedAttempt] = asyncio.Queue()
         self._changes = asyncio.Condition()
@@ -137,7 +137,7 @@ class Worker:
                 self._begin(lease)
 
     def _begin(self, lease: RolloutLease) -> None:
-        attempt = self._held[lease.rollout_id, lease.attempt] = LeasedAttempt(lease, rollout_of(lease), Slot(self._freed))
+        attempt = self._held[lease.key] = LeasedAttempt(lease, rollout_of(lease), Slot(self._freed))
         if self._draining or self._unsandboxed:
             attempt.stop.now(_RELEASED if self._draining else _PAUSING)
         self._free -= 1
@@ -162,10 +162,10 @@ class Worker:
 
     def _drop(self, lease: RolloutLease) -> None:
         self._beating.drop(lease)
-        self._held.pop((lease.rollout_id, lease.attempt), None)
+        self._held.pop(lease.key, None)
 
     def _ran(self, lease: RolloutLease) -> float | None:
-        attempt = self._held.get((lease.rollout_id, lease.attempt))
+        attempt = self._held.get(lease.key)
         return attempt and attempt.seconds
 
     def _freed(self) -> None:
@@ -175,7 +175,7 @@ class Worker:
     def _lost(self, lease: RolloutLease, result: AttemptReceipt) -> None:
         """Stop an attempt whose lease the queue has ended."""
         _logger.info("stopping it, as the queue says: %s", result.refused or f"attempt {lease.attempt} of rollout {lease.rollout_id}")
-        attempt = self._held.get((lease.rollout_id, lease.attempt))
+        attempt = self._held.get(lease.key)
         if attempt is not None:
             reason = result.ended or AttemptFailure.LOST
             final = result.state in {RolloutState.CANCELLED, RolloutState.DEAD}
@@ -210,11 +210,11 @@ class Worker:
             results += await self._queue.fail(failures)
         for detail, leases_back in released.items():
             results += await self._queue.release(leases_back, detail)
-        rollouts = {(one.lease.rollout_id, one.lease.attempt): one.rollout for one in ended if not one.final}
+        rollouts = {one.lease.key: one.rollout for one in ended if not one.final}
         refused = [result for result in results if result.refused is not None]
         for result in refused:
             _logger.warning("%s", result.refused)
-            rollout = rollouts.get((result.rollout_id, result.attempt))
+            rollout = rollouts.get(result.key)
             if rollout is not None and result.state is RolloutState.CANCELLED:
                 self._services.lost.end_cancelled(rollout)
         if refused:

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,15 @@ import sqlalchemy as sa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 from sqlalchemy import event
 
 from runner.queue import rows
-from runner.queue.endings import Ending, Endings, close_endings, not_running
+from runner.queue.endings import Endings, close_endings, not_running
 from runner.queue.purge import expired
-from runner.queue.rows import Defaults, Moment
+from runner.queue.rows import Defaults
 from runner.queue.tables import ATTEMPTS, GROUPS, METADATA, ROLLOUTS, RUNS, QueueDatabase
-from runner.queue.wire import ClosedEndings, LeaseRequest, RolloutSelector, RolloutState
+from runner.queue.wire import ClosedEndings, Completion, Ending, Failure, LeaseRequest, RolloutSelector, RolloutState
 from spangrad.database import Database, Owner
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest
@@ -30,8 +30,20 @@ from spangrad.types import AttemptFailure
 from tests.support.runners import new_rollouts
 
 DEFAULTS = Defaults(lambda _: 300, max_attempts=2, lease_seconds=30)
-NOW = Moment("boot", 1000.0, 1.7e9)
+LONG_AGO = 1.7e9
+"""Time of the ends of rollouts that a test writes itself, in seconds since 1970."""
 REASONS = st.sampled_from([AttemptFailure.CRASH, AttemptFailure.LOST, AttemptFailure.RELEASED, AttemptFailure.TIMEOUT])
+
+
+def success(rollout_id: str, attempt: int = 0, calls: int | None = None, seconds: float | None = None) -> Completion:
+    return Completion(rollout_id=rollout_id, attempt=attempt, rewards={"reward": 1.0}, calls=calls, seconds=seconds)
+
+
+def failure(
+    rollout_id: str, attempt: int, reason: AttemptFailure, calls: int | None = None, seconds: float | None = None, *, retry: bool = True
+) -> Failure:
+    detail = f"it failed by {reason}"
+    return Failure(rollout_id=rollout_id, attempt=attempt, reason=reason, detail=detail, calls=calls, seconds=seconds, retry=retry)
 
 
 class Story(RuleBasedStateMachine):
@@ -65,8 +77,8 @@ class Story(RuleBasedStateMachine):
     def hand_out(self, count: int) -> None:
         with self.database.transaction() as transaction:
             waiting = self.rows(transaction, RolloutState.QUEUED)
-            leases = rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=count), 30, NOW)
-            assert rows.hand_out(transaction, LeaseRequest(run_id="other run", worker="w", count=count), 30, NOW) == []
+            leases = rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=count), 30)
+            assert rows.hand_out(transaction, LeaseRequest(run_id="other run", worker="w", count=count), 30) == []
         expected = sorted(waiting, key=lambda row: (-row.priority, row.seq))[:count]
         assert [(one.rollout_id, one.attempt) for one in leases] == [(row.rollout_id, row.attempt + 1) for row in expected]
         assert [one.last for one in leases] == [row.attempts_left == 1 for row in expected]
@@ -76,16 +88,16 @@ class Story(RuleBasedStateMachine):
     @rule(data=st.data(), reason=st.none() | REASONS, retry=st.booleans(), times=st.integers(1, 2))
     def end(self, data: st.DataObject, reason: AttemptFailure | None, retry: bool, times: int) -> None:
         key = data.draw(st.sampled_from(sorted(self.attempts)))
-        ending = Ending(*key, reason, f"{reason}", {"reward": 1.0} if reason is None else None, 3, 0.5, retry)
+        ending = success(*key, 3, 0.5) if reason is None else failure(*key, reason, 3, 0.5, retry=retry)
         with self.database.transaction() as transaction:
             before = {row.rollout_id: row for row in self.rows(transaction)}[key[0]]
-            results = self.endings.end(transaction, [ending] * times, NOW.wall)
+            results = self.endings.end(transaction, [ending] * times)
             receipts = [not_running(transaction, [key])]
         accepted = before.state == RolloutState.RUNNING and before.attempt == key[1]
         if accepted:
             first = self.taken[key] = ending
         first = self.taken.get(key)
-        same = (first and replace(first, retry=retry)) == ending or (
+        same = (replace(first, retry=retry) if isinstance(first, Failure) else first) == ending or (
             key in self.taken and reason in {AttemptFailure.LOST, AttemptFailure.RELEASED} and self.taken[key].reason is reason
         )
         assert {result.refused is None for result in results} == {accepted or same}
@@ -98,11 +110,11 @@ class Story(RuleBasedStateMachine):
         group = data.draw(st.sampled_from([f"{number}- group 0" for number in range(self.count)]))
         with self.database.transaction() as transaction:
             open_rows = [row for row in self.rows(transaction, RolloutState.QUEUED, RolloutState.RUNNING) if row.group_id == group]
-            cancelled, held = self.endings.cancel(transaction, RolloutSelector(run_id="run", group_id=group), NOW.wall)
+            cancelled, held = self.endings.cancel(transaction, RolloutSelector(run_id="run", group_id=group))
         running = {(row.rollout_id, row.attempt) for row in open_rows if row.state == RolloutState.RUNNING}
         assert (cancelled.queued, cancelled.running, set(held)) == (len(open_rows) - len(running), len(running), running)
         for key in running:
-            self.taken[key] = Ending(*key, AttemptFailure.CANCELLED, "the rollout was cancelled")
+            self.taken[key] = failure(*key, AttemptFailure.CANCELLED)
 
     @rule()
     def retry(self) -> None:
@@ -159,7 +171,7 @@ class TestHandOut:
         fill(database, 100_000)
         with database.transaction() as transaction:
             with self.statements(database) as seen:
-                leases = rows.hand_out(transaction, LeaseRequest(run_id="run 7", worker="w", count=20), 30, NOW)
+                leases = rows.hand_out(transaction, LeaseRequest(run_id="run 7", worker="w", count=20), 30)
             ((statement, parameters),) = seen
             explain = "EXPLAIN QUERY PLAN" if database.is_sqlite else "EXPLAIN"
             plan = "\n".join(str(row[-1]) for row in transaction.exec_driver_sql(f"{explain} {statement}", parameters))
@@ -190,7 +202,7 @@ PAGE: dict[str, Any] = {"group_id": None, "after": 0, "limit": 20}
 DEMAND = DemandRequest(policy="policy", branch="main", groups=9, oldest_version=0, filled=1)
 ASK = LeaseRequest(run_id="run 7", worker="w", count=20)
 REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
-    "hand-out": lambda c, _: rows.hand_out(c, ASK, 30, NOW),
+    "hand-out": lambda c, _: rows.hand_out(c, ASK, 30),
     "enqueue": lambda c, database: rows.enqueue(c, database, "run 7", new_rollouts(8, "new"), [f"new {i}" for i in range(8)], DEFAULTS),
     "demand": lambda c, _: rows.demand(c, "run 7"),
     "want": lambda c, database: rows.want(c, database, "run 7", DEMAND),
@@ -198,10 +210,10 @@ REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
     "counts of a run": lambda c, _: rows.counts(c, "run 7"),
     "counts of all runs": lambda c, _: rows.counts(c),
     "beginning of a server": lambda c, _: (Endings(c), rows.running(c)),
-    "endings": lambda c, _: Endings(c).end(c, [Ending(lease.rollout_id, 0, None) for lease in rows.hand_out(c, ASK, 30, NOW)], NOW.wall),
-    "cancellation of a group": lambda c, _: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7"), NOW.wall),
+    "endings": lambda c, _: Endings(c).end(c, [success(lease.rollout_id) for lease in rows.hand_out(c, ASK, 30)]),
+    "cancellation of a group": lambda c, _: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7")),
     "closed endings": lambda c, database: close_endings(c, database, ClosedEndings(run_id="run 7", cursor=1)),
-    "purge of nothing": lambda c, _: expired(c, NOW.wall - 1, None),
+    "purge of nothing": lambda c, _: expired(c, LONG_AGO - 1, None),
     "list of a group": lambda c, _: rows.listed(c, run_id="run 7", state=None, **{**PAGE, "group_id": "7"}),
     "ended": lambda c, _: rows.ended(c, "run 7", 0, 20),
     "list": lambda c, _: rows.listed(c, run_id="run 7", state=None, **PAGE),
@@ -255,7 +267,7 @@ def fill(database: QueueDatabase, count: int, state: str = "queued") -> None:
     )
     with database.transaction() as transaction:
         begun = transaction.execute(sa.select(sa.func.coalesce(sa.func.max(ROLLOUTS.c.seq), 0))).scalar_one()
-        ended, ended_at = ("NULL", "NULL") if state == "queued" else (f"i + {begun}", NOW.wall)
+        ended, ended_at = ("NULL", "NULL") if state == "queued" else (f"i + {begun}", LONG_AGO)
         transaction.exec_driver_sql(
             "INSERT INTO rollouts (rollout_id, run_id, task_id, input, mode, group_id, group_size, priority, timeout_seconds, "
             "max_attempts, attempts_left, state, attempt, ended, ended_at) "
@@ -277,12 +289,12 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", new_rollouts(30), names, DEFAULTS)
         endings = Endings(transaction)
-        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30, NOW)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30)
         for name in order[:10]:
-            endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
-        endings.cancel(transaction, RolloutSelector(rollout_ids=order[10:20]), NOW.wall)
+            endings.end(transaction, [success(name)])
+        endings.cancel(transaction, RolloutSelector(rollout_ids=order[10:20]))
         later = Endings(transaction)  # as a server that is started again does
-        later.end(transaction, [Ending(name, 0, AttemptFailure.CRASH, retry=False) for name in order[20:]], NOW.wall)
+        later.end(transaction, [failure(name, 0, AttemptFailure.CRASH, retry=False) for name in order[20:]])
         first, cursor = rows.ended(transaction, "run", 0, 15)
         rest, end = rows.ended(transaction, "run", cursor, 100)
     shown = [one.rollout_id for one in [*first, *rest]]
@@ -297,13 +309,13 @@ def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", new_rollouts(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
         endings = Endings(transaction)
-        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
-        endings.end(transaction, [Ending(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")], NOW.wall)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
+        endings.end(transaction, [failure(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")])
         _, cursor = rows.ended(transaction, "run", 0, 100)
         assert endings.retry(transaction, RolloutSelector(run_id="run")) == 2
         later = Endings(transaction)  # as a server that is started again does
-        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
-        later.end(transaction, [Ending(name, 1, None) for name in ("r1", "r0")], NOW.wall)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
+        later.end(transaction, [success(name, 1) for name in ("r1", "r0")])
         ended, _ = rows.ended(transaction, "run", cursor, 100)
     assert [one.rollout_id for one in ended] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"
     database.close()
@@ -313,7 +325,7 @@ def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queu
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
         rows.enqueue(transaction, database, "run", new_rollouts(2), ["r0", "r1"], DEFAULTS)
-        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30, NOW)
+        rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
         endings = Endings(transaction)
     running = ["r0", "r1"]
 
@@ -321,7 +333,7 @@ def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queu
         if running and statement.startswith("SELECT rollouts.") and "spangrad_reading" in connection.get_execution_options():
             name = running.pop()
             with database.transaction() as transaction:
-                endings.end(transaction, [Ending(name, 0, None)], NOW.wall)
+                endings.end(transaction, [success(name)])
 
     event.listen(database.engine, "after_cursor_execute", end_after_rollouts_are_read)
     with database.reading() as connection:
