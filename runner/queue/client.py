@@ -70,7 +70,7 @@ ENQUEUE_MOST = 5000
 """Largest number of rollouts in one request."""
 
 
-class QueueClient:
+class QueueClient(AsyncClient):
     """Connection to the queue; an async context manager."""
 
     def __init__(self, url: str, token: SecretStr | str | None = None, *, retry_seconds: float = RETRY_SECONDS) -> None:
@@ -82,25 +82,13 @@ class QueueClient:
             retry_seconds: time for which requests are retried while the queue does not answer.
         """
         self.url = without_userinfo(url.rstrip("/"))
-        self._client = AsyncClient(queue_service(url, token, retry_seconds), seconds=_ANSWER_SECONDS)
+        super().__init__(queue_service(url, token, retry_seconds), seconds=_ANSWER_SECONDS)
         self._ids = ordered_ids()
 
     @classmethod
     def of(cls, settings: QueueSettings, *, retry_seconds: float = RETRY_SECONDS) -> Self:
         """Create a client of the queue that the settings name, by queue.url or else by host and port of the server."""
         return cls(settings.url or default_url(settings), settings.token, retry_seconds=retry_seconds)
-
-    async def __aenter__(self) -> Self:
-        """Return the client."""
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the connections."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
 
     async def enqueue(self, run_id: str, rollouts: Iterable[NewRollout], *, after_groups: int | None = None) -> list[str]:
         """Add rollouts; those without an id get one.
@@ -178,7 +166,7 @@ class QueueClient:
 
     async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
-        return await self._client.ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", QueuedRollout)
+        return await self.ask("GET", f"/v1/rollouts/{quote(rollout_id, safe='')}", QueuedRollout)
 
     async def rollouts(
         self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
@@ -186,33 +174,33 @@ class QueueClient:
         """Return rollouts in order of arrival."""
         filters = {"run": run_id, "state": state, "group": group_id}
         query = {name: value for name, value in filters.items() if value is not None}
-        return await self._client.ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
+        return await self.ask("GET", "/v1/rollouts", Rollouts, query={**query, "after": str(after), "limit": str(limit)})
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
         """Return a run's rollouts in the order in which they ended."""
         query = {"after": str(after), "limit": str(limit), "wait": str(wait_seconds)}
-        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
+        return await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/ended", Rollouts, query=query)
 
     async def runs(self) -> list[RunCounts]:
         """Return the number of rollouts of each run, by state."""
-        return (await self._client.ask("GET", "/v1/runs", Runs)).runs
+        return (await self.ask("GET", "/v1/runs", Runs)).runs
 
     async def run(self, run_id: str) -> RunCounts:
         """Return the number of rollouts of one run, by state."""
-        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
+        return await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}", RunCounts)
 
     async def demand(self, run_id: str, *, above: int = 0, wait_seconds: float = 0) -> DemandState:
         """Return the trainers' demand for a run; if it is for no more than `above` groups, wait for more as long as requested."""
         query = {"above": str(above), "wait": str(wait_seconds)}
-        return await self._client.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, query=query)
+        return await self.ask("GET", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, query=query)
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
-        return await self._client.ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
+        return await self.ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
         """Send a request that consists of a body alone."""
-        return await self._client.ask("POST", path, kind, body)
+        return await self.ask("POST", path, kind, body)
 
 
 class LeaseHeartbeats:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -21,7 +20,7 @@ from spangrad.http.service import RemoteService, RequestError, without_userinfo
 from spangrad.types import AttemptFailure, Stage
 
 
-class RewardClient:
+class RewardClient(AsyncClient):
     """Connections to one reward service; an async context manager."""
 
     def __init__(self, url: str, token: SecretStr | None) -> None:
@@ -32,16 +31,7 @@ class RewardClient:
             token: bearer token. None: the service asks for none.
         """
         self._url = without_userinfo(url)
-        service = RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`.")
-        self._client = AsyncClient(service)
-
-    async def __aenter__(self) -> Self:
-        """Return the client."""
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the connections."""
-        await self._client.close()
+        super().__init__(RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`."))
 
     async def evaluate(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
         """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
@@ -51,7 +41,7 @@ class RewardClient:
             seconds: time limit of all tries together.
         """
         try:
-            content = await self._client.send("POST", "", json.dumps(body).encode(), within_seconds=seconds)
+            content = await self.send("POST", "", json.dumps(body).encode(), within_seconds=seconds)
         except RequestError as failure:
             late = f"{Stage.EVALUATE}: not done after {seconds:g} s; {self._url} says: {failure}"
             detail = late if failure.may_pass else f"{self._url} answers {failure}"

@@ -41,19 +41,15 @@ class _PolicyState(msgspec.Struct, frozen=True):
     version: int | None
 
 
-class GatewayClient:
+class GatewayClient(AsyncClient):
     """Connection to one gateway. Announcements, and requests for counts, that come while one is on its way share the next."""
 
     def __init__(self, url: str, token: SecretStr | None) -> None:
         self._url = url.rstrip("/")
-        self._client = AsyncClient(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
+        super().__init__(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
         self._announcing = Batches(self._announce)
         self._starting = Batches(self._start)
         self._counting = Batches(self._count)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._client.close()
 
     async def require_ready(self) -> None:
         """Wait, for a bounded time, until the gateway's engine is admitted.
@@ -63,18 +59,18 @@ class GatewayClient:
         """
         try:
             try:
-                await self._client.send("GET", "/readyz", retry_seconds=0)
+                await self.send("GET", "/readyz", retry_seconds=0)
             except RequestError as failure:
                 if failure.status != _NO_ENGINE:
                     raise
-                await self._client.send("GET", "/readyz", retry_seconds=_READY_SECONDS)
+                await self.send("GET", "/readyz", retry_seconds=_READY_SECONDS)
         except RequestError as failure:
             if failure.status == _NO_ENGINE:
                 raise GatewayError(
                     f"the gateway at {self._url} has no engine after {_READY_SECONDS:g} s: {failure.reason}. "
                     "Start it with `spangrad engine`."
                 ) from failure
-            raise self._client.service.error_for(failure, "GET", "/readyz") from failure
+            raise self.service.error_for(failure, "GET", "/readyz") from failure
 
     def endpoint(self, key: RolloutKey) -> str:
         """Return the OpenAI-compatible base URL of an attempt."""
@@ -111,16 +107,16 @@ class GatewayClient:
         return counted
 
     async def _announce(self, attempts: Sequence[AnnouncedAttempt]) -> Sequence[None]:
-        await self._client.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
+        await self.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
         return [None] * len(attempts)
 
     async def _start(self, stages: Sequence[StartedStage]) -> Sequence[None]:
-        await self._client.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
+        await self.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
         return [None] * len(stages)
 
     async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[CountedAttempt]:
         request = CountRequest(attempts=[AttemptKey(key.rollout_id, key.attempt) for key in keys], wait=wait)
-        return (await self._client.ask("POST", "/attempts/calls", CountedAttempts, request)).attempts
+        return (await self.ask("POST", "/attempts/calls", CountedAttempts, request)).attempts
 
     async def served(self, policy: str) -> int | None:
         """Return the version of a policy that is served. None: its engine is not admitted, or the gateway does not know the policy.
@@ -129,7 +125,7 @@ class GatewayClient:
             GatewayError: the gateway refuses, or does not answer.
         """
         try:
-            return (await self._client.ask("GET", f"/admin/policies/{quote(policy, safe='')}", _PolicyState)).version
+            return (await self.ask("GET", f"/admin/policies/{quote(policy, safe='')}", _PolicyState)).version
         except GatewayError as error:
             if error.http_status == 404:
                 return None

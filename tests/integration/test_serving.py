@@ -88,7 +88,7 @@ async def test_worker_whose_token_the_queue_refuses_leaves_no_connection(tmp_pat
         wrong = QueueSettings(url=client.url, token=SecretStr("wrong"))
         with pytest.raises(QueueError, match=r"\(401\): this queue asks for its token"):
             await runner_serving.serve(Settings(queue=wrong), CallableAgent("mine:agent"), asyncio.Event(), lambda: None)
-        session = opened[-1]._client._session
+        session = opened[-1]._session
         assert session is not None
         assert session.closed
 
