@@ -42,7 +42,7 @@ class QueueMetrics(Collector):
             ended.add_metric([end], count)
         yield ended
         yield GaugeMetricFamily(_PREFIX + "attempts_in_flight", "Attempts that are under way.", value=self._service.in_flight)
-        tally = self._service.writer.tally
-        yield CounterMetricFamily(_PREFIX + "transactions", "Transactions that wrote.", value=tally.transactions)
-        yield CounterMetricFamily(_PREFIX + "requests", "Requests that those answered.", value=tally.requests)
-        yield CounterMetricFamily(_PREFIX + "transaction_seconds", "Time in those transactions.", value=tally.seconds)
+        writer = self._service.writer
+        yield CounterMetricFamily(_PREFIX + "transactions", "Transactions that wrote.", value=writer.transactions)
+        yield CounterMetricFamily(_PREFIX + "requests", "Requests that those answered.", value=writer.requests)
+        yield CounterMetricFamily(_PREFIX + "transaction_seconds", "Time in those transactions.", value=writer.seconds)

@@ -20,10 +20,10 @@ class Notifier:
     """Events of one kind, by run; within one event loop."""
 
     def __init__(self) -> None:
-        """Start without waiting tasks."""
         self._events = WeakValueDictionary[str, asyncio.Event]()
         """Events that a task holds, since it waits for them."""
-        self._closed = False
+        self.closed = False
+        """True if no wait is worth while any more."""
 
     @property
     def awaited(self) -> Sequence[str]:
@@ -40,14 +40,9 @@ class Notifier:
             if event := self._events.pop(run, None):
                 event.set()
 
-    @property
-    def closed(self) -> bool:
-        """Return whether no wait is worth while any more."""
-        return self._closed
-
     def close(self) -> None:
         """Notify all, and end every wait of `read_until` from now on."""
-        self._closed = True
+        self.closed = True
         self.notify()
 
     async def read_until(self, run_id: str, read: Callable[[], Awaitable[T]], enough: Callable[[T], bool], seconds: float) -> T:
@@ -56,7 +51,7 @@ class Notifier:
         while True:
             event = self.of(run_id)
             state = await read()
-            if enough(state) or self._closed or not await wait_for_event(event, end):
+            if enough(state) or self.closed or not await wait_for_event(event, end):
                 return state
             await asyncio.sleep(_GATHER_SECONDS)
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -25,21 +25,14 @@ from spangrad.errors import QueueError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Access = Callable[[Callable[[sa.Connection], Any]], Awaitable[Any]]
+"""Runs a function of a connection, and returns its value."""
 ROLLOUTS_PER_TRANSACTION = 500
 """Rollouts in one transaction."""
 _TRANSACTIONS_PER_REQUEST = 20
 """Transactions per request."""
 _PURGE_SECONDS = 60.0
 """Pause between two purges by age, in seconds."""
-
-
-class Access(Protocol):
-    """Runs a function of a connection."""
-
-    def __call__(self, work: Callable[[sa.Connection], T], /) -> Awaitable[T]:
-        """Return the function's value."""
-        ...
 
 
 async def purge(read: Access, write: Access, request: Purge) -> Purged:

@@ -95,7 +95,8 @@ class Service:
         self._demands = Notifier()
         """Notified when a demand is set."""
         self._stops = StoppedAttempts()
-        self._stopping = False
+        self.stopping = False
+        """True once no request is to wait any more."""
         self._rebuild_due = False
         """True after a write that failed, until the running attempts are read again."""
         self._rebuilding: asyncio.Task[None] | None = None
@@ -114,11 +115,6 @@ class Service:
     def in_flight(self) -> int:
         """Number of running attempts."""
         return len(self._running)
-
-    @property
-    def waiting(self) -> Sequence[str]:
-        """Runs for which a worker waits for rollouts."""
-        return self._arrivals.awaited
 
     @property
     def changes(self) -> Mapping[str, Change]:
@@ -144,18 +140,13 @@ class Service:
         await self.writer.close()
         self.database.close()
 
-    @property
-    def stopping(self) -> bool:
-        """True once no request is to wait any more."""
-        return self._stopping
-
     def next_end(self, run_id: str) -> asyncio.Event:
         """Return what is set when a rollout of a run ends from now on."""
         return self._ends.of(run_id)
 
     def stop_waiting(self) -> None:
         """End all waits for events."""
-        self._stopping = True
+        self.stopping = True
         for notifier in (self._arrivals, self._ends, self._demands):
             notifier.close()
         self._stops.stop_waiting()
@@ -194,7 +185,7 @@ class Service:
                 held = [Held(rollout_id=lease.rollout_id, attempt=lease.attempt) for lease in leases]
                 await self.release(LeaseRelease(leases=held, detail="its worker had left before the hand-out was committed"))
             # A worker that left or died while it waited gets no lease: that would count as an attempt.
-            if leases or self._stopping or not await wait_for_event(event, end) or is_gone() or is_dead(request.worker):
+            if leases or self.stopping or not await wait_for_event(event, end) or is_gone() or is_dead(request.worker):
                 return Leases(leases=leases)
 
     async def beat(self, beat: Heartbeat) -> AttemptReceipts:
@@ -381,7 +372,7 @@ class Service:
             raise
 
     async def _rebuild_when_possible(self) -> None:
-        while self._rebuild_due and not self._stopping:
+        while self._rebuild_due and not self.stopping:
             await asyncio.sleep(_RETRY_SECONDS)
             self._rebuild_due = False  # before the read: it may miss a write that fails meanwhile
             try:

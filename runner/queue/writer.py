@@ -32,16 +32,6 @@ class _Job:
     future: asyncio.Future[Any]
 
 
-@dataclass(slots=True)
-class WriterTally:
-    """Totals of the writer since its start."""
-
-    transactions: int = 0
-    requests: int = 0
-    seconds: float = 0.0
-    """Time in transactions, in seconds."""
-
-
 class Writer:
     """Thread that executes all writes."""
 
@@ -50,14 +40,12 @@ class Writer:
         self._database = database
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self.tally = WriterTally()
+        self.transactions = self.requests = 0
+        """Transactions since the start, and functions that they ran."""
+        self.seconds = 0.0
+        """Time in transactions, in seconds."""
         self._thread = threading.Thread(target=self._run, name="queue writer", daemon=True)
         self._thread.start()
-
-    @property
-    def waiting(self) -> int:
-        """Number of functions that wait for a transaction."""
-        return self._jobs.qsize()
 
     async def do(self, work: Callable[[sa.Connection], T]) -> T:
         """Run a function in a transaction, and return its value after the commit.
@@ -109,9 +97,9 @@ class Writer:
             if is_at_work and len(jobs) > 1 and not _is_of_lost_connection(error):
                 return [pair for job in jobs for pair in self._together([job])]
             return [(job, error) for job in jobs]
-        self.tally.transactions += 1
-        self.tally.requests += len(jobs)
-        self.tally.seconds += self._loop.time() - began
+        self.transactions += 1
+        self.requests += len(jobs)
+        self.seconds += self._loop.time() - began
         return list(zip(jobs, values, strict=True))
 
     def _answer(self, done: Sequence[tuple[_Job, Any]]) -> None:

@@ -210,13 +210,13 @@ async def test_lease_of_client_that_left_while_writer_was_blocked_costs_no_attem
         await asyncio.to_thread(entered.wait, 30)
         async with QueueClient.of(settings.queue) as other:
             leaving = asyncio.create_task(other.lease("run", "other"))
-            await until(lambda: is_true(service.writer.waiting == 1))
+            await until(lambda: is_true(service.writer._jobs.qsize() == 1))
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
         await asyncio.sleep(0.2)  # the server, in this event loop, sees the end of the connection
         blocked.set()
         await blocking
-        await until(lambda: is_true(service.writer.tally.requests == 3))
+        await until(lambda: is_true(service.writer.requests == 3))
         assert (await client.rollout("r0"), service.in_flight) == (before, 0)
         assert [lease.attempt for lease in await client.lease("run", "worker")] == [0]
 
@@ -244,7 +244,7 @@ async def test_dead_worker_of_same_machine_loses_attempts_at_once(tmp_path: Path
         (other,) = await client.lease("run", "somewhere else")
         assert await client.beat([lease, other]) == []
         waiting = asyncio.create_task(client.lease("run", name, wait_seconds=30))
-        await until(lambda: is_true(service.writer.tally.requests == 4))  # it has found nothing, and waits
+        await until(lambda: is_true(service.writer.requests == 4))  # it has found nothing, and waits
         child.kill()
         await child.wait()
         await until(lambda: is_state(client, "r0", RolloutState.QUEUED))

@@ -184,7 +184,7 @@ async def test_waiting_requests_are_answered_when_rollouts_arrive(tmp_path: Path
     async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
         worker = asyncio.create_task(client.lease("run", "worker", 2, wait_seconds=30))
         watcher = asyncio.create_task(client.ended("run", wait_seconds=30))
-        await until(lambda: is_true(len(service.waiting) == 1))
+        await until(lambda: is_true(len(service._arrivals.awaited) == 1))
         began = time.monotonic()
         await client.enqueue("run", new_rollouts(1))
         (lease,) = await worker
@@ -202,7 +202,7 @@ async def test_lease_request_cancelled_while_waiting_gets_no_rollout(tmp_path: P
     async with serving(settings) as (client, service):
         async with QueueClient.of(settings.queue) as other:
             leaving = asyncio.create_task(other.lease("run", "other", wait_seconds=30))
-            await until(lambda: is_true(len(service.waiting) == 1))
+            await until(lambda: is_true(len(service._arrivals.awaited) == 1))
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
         await client.enqueue("run", new_rollouts(1))
@@ -216,8 +216,8 @@ async def test_writer_batches_requests_into_transactions(tmp_path: Path) -> None
         assert len({lease.rollout_id for (lease,) in leases}) == 200, "none was handed out twice"
         results = await asyncio.gather(*[client.complete([done(lease)]) for (lease,) in leases])
         assert all(result.refused is None for (result,) in results)
-        assert service.writer.tally.requests == 600
-        assert service.writer.tally.transactions < 200
+        assert service.writer.requests == 600
+        assert service.writer.transactions < 200
 
 
 def divide(_: sa.Connection) -> None:
@@ -242,11 +242,11 @@ async def test_writer_request_that_fails_affects_no_other(
         first = asyncio.create_task(service.writer.do(block))
         await asyncio.to_thread(entered.wait, 30)
         before = asyncio.create_task(service.enqueue(Enqueue(run_id="run", rollouts=new_rollouts(1, "a"))))
-        await until(lambda: is_true(service.writer.waiting == 1))
+        await until(lambda: is_true(service.writer._jobs.qsize() == 1))
         bad = asyncio.create_task(service.writer.do(fail))
         await asyncio.sleep(0)
         after = asyncio.create_task(service.enqueue(Enqueue(run_id="run", rollouts=new_rollouts(1, "b"))))
-        await until(lambda: is_true(service.writer.waiting == 3))
+        await until(lambda: is_true(service.writer._jobs.qsize() == 3))
         blocked.set()
         await asyncio.gather(first, before, after)
         with pytest.raises(error):
