@@ -16,7 +16,6 @@ import logging
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from runner.groups import cannot_be_trained, rollouts_of
@@ -51,18 +50,6 @@ def _order(count: int, seed: int, epoch: int) -> Sequence[int]:
     order = list(range(count))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
-
-
-@dataclass(frozen=True, slots=True)
-class DemandUpdate:
-    """Result of one update, in groups."""
-
-    demanded: int
-    """Groups that the trainers demand, since the run's beginning."""
-    enqueued: int
-    """Groups enqueued and not cancelled, since the run's beginning."""
-    cancelled: int
-    """Groups that this update cancelled: they were stale, could no longer be trained, or were no longer needed."""
 
 
 def missing_groups(demand: DemandState, extra: int) -> int:
@@ -106,8 +93,11 @@ class DemandSource:
         self._ended: int | None = None
         """Position in the order in which rollouts ended, until which they were looked at. None: no look was taken."""
 
-    async def update(self) -> DemandUpdate:
+    async def update(self) -> int:
         """Compare demand and queue once; enqueue or cancel groups accordingly.
+
+        Returns:
+            Number of groups that the trainers demand, since the run's beginning.
 
         Raises:
             QueueError: the queue does not answer.
@@ -115,14 +105,12 @@ class DemandSource:
         run = self._settings.runner.run_id
         demand = await self._queue.demand(run)
         if not demand.branches:  # the groups that are enqueued are not for a trainer
-            return DemandUpdate(demand.groups, demand.enqueued, 0)
-        cancelled = await self._cancel_old(demand) + await self._cancel_untrainable()
-        if cancelled:
+            return demand.groups
+        if await self._cancel_old(demand) + await self._cancel_untrainable():
             demand = await self._queue.demand(run)
         missing = missing_groups(demand, self._settings.runner.extra_groups)
         if missing < 0:
-            stragglers = await self._cancel_stragglers(-missing)
-            return DemandUpdate(demand.groups, demand.enqueued - stragglers, cancelled + stragglers)
+            await self._cancel_stragglers(-missing)
         position, enqueued = demand.enqueued + demand.cancelled, 0
         while enqueued < missing:
             count = min(missing - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
@@ -133,12 +121,12 @@ class DemandSource:
                 break  # another source of the run was faster: the next update reads what it has enqueued
             enqueued += count
             _logger.info("enqueued %d groups: %d by now, %d are wanted", count, demand.enqueued + enqueued, demand.groups)
-        return DemandUpdate(demand.groups, demand.enqueued + enqueued, cancelled)
+        return demand.groups
 
-    async def _cancel_stragglers(self, limit: int) -> int:
-        """Cancel at most `limit` groups that have not ended, queued before running, newest first; return how many."""
+    async def _cancel_stragglers(self, limit: int) -> None:
+        """Cancel at most `limit` groups that have not ended, queued before running, newest first."""
         stragglers = (await self._open_groups())[-limit:]
-        return await self._cancel(stragglers, "that still ran when the trainer's demand was met")
+        await self._cancel(stragglers, "that still ran when the trainer's demand was met")
 
     async def _cancel(self, groups: Collection[str], reason: str) -> int:
         """Cancel groups, for a reason that continues the sentence of the log; return how many."""

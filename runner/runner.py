@@ -192,9 +192,9 @@ class Runner:
         try:
             while not stopping.done():
                 self._prompt = await asyncio.to_thread(pinned_prompt, self._settings)
-                update = await source.update()
+                demanded = await source.update()
                 if rising is None or rising.done():
-                    more = self.queue.demand(self._settings.runner.run_id, above=update.demanded, wait_seconds=_LONG_POLL_SECONDS)
+                    more = self.queue.demand(self._settings.runner.run_id, above=demanded, wait_seconds=_LONG_POLL_SECONDS)
                     rising = asyncio.create_task(more)
                 waits: set[asyncio.Future[Any]] = {stopping, self._worker.failed, rising}
                 await asyncio.wait(waits, timeout=_DEMAND_SECONDS, return_when=asyncio.FIRST_COMPLETED)

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.demand_source import DemandSource, DemandUpdate, missing_groups, task_at
+from runner.demand_source import DemandSource, missing_groups, task_at
 from runner.groups import cannot_be_trained
+from runner.queue.client import QueueClient
 from runner.queue.wire import Failure, Rollouts, RolloutSelector, RolloutState
 from spangrad.client.task_groups import queued
 from spangrad.http.queue_messages import DemandRequest, DemandState
@@ -110,6 +111,14 @@ def test_missing_groups_cancels_stragglers_once_and_never_exceeds_demand(
         assert len(flow.spent) == steps + 2
 
 
+async def updated(client: QueueClient, source: DemandSource) -> tuple[int, int, int]:
+    """Update the source once; return the groups that are demanded, those that are enqueued, and those that the update has cancelled."""
+    before = await client.demand("run")
+    demanded = await source.update()
+    after = await client.demand("run")
+    return demanded, after.enqueued, after.cancelled - before.cancelled
+
+
 async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, greedy_rollouts=True)
     served = {"policy": 0}
@@ -123,12 +132,12 @@ async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path
             return DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
 
         first = source()
-        assert await first.update() == DemandUpdate(0, 0, 0)
+        assert await updated(client, first) == (0, 0, 0)
         want = DemandRequest(policy="policy", branch="main", groups=4, oldest_version=0)
         await client.want("run", want)
-        assert await first.update() == DemandUpdate(4, 4, 0)
+        assert await updated(client, first) == (4, 4, 0)
         # Another source goes on where the queue stands.
-        assert await source().update() == DemandUpdate(4, 4, 0)
+        assert await updated(client, source()) == (4, 4, 0)
         rollouts = (await client.rollouts(run_id="run")).rollouts
         assert Counter(rollout.mode for rollout in rollouts) == {Mode.TRAIN: 8, Mode.GREEDY: 4}
         assert {rollout.task_id for rollout in rollouts[:9]} == {"t0", "t1", "t2"}
@@ -140,7 +149,7 @@ async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path
         (later,) = [lease for lease in await client.lease("run", "worker 1", 3) if lease.group_id != held.group_id]
         await first.update()
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=5, oldest_version=1))
-        assert await first.update() == DemandUpdate(5, 5, 1)
+        assert await updated(client, first) == (5, 5, 1)
         states = {rollout.group_id: rollout.state for rollout in (await client.rollouts(run_id="run", group_id=held.group_id)).rollouts}
         assert states == {held.group_id: RolloutState.CANCELLED}
         assert {rollout.state for rollout in (await client.rollouts(run_id="run", group_id=later.group_id)).rollouts} <= {
@@ -150,7 +159,7 @@ async def test_demand_source_meets_level_and_replaces_late_groups(tmp_path: Path
         assert len({rollout.group_id for rollout in (await client.rollouts(run_id="run")).rollouts}) == 6
 
         await client.cancel(RolloutSelector(run_id="run", group_id=later.group_id))
-        assert await first.update() == DemandUpdate(5, 5, 0)
+        assert await updated(client, first) == (5, 5, 0)
         assert len({rollout.group_id for rollout in (await client.rollouts(run_id="run")).rollouts}) == 7
 
 
@@ -171,21 +180,21 @@ async def test_demand_source_group_with_too_many_dead_rollouts_is_replaced_early
     async with serving(settings) as (client, _):
         source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=1))
-        assert await source.update() == DemandUpdate(1, 1, 0)
+        assert await updated(client, source) == (1, 1, 0)
         leases = await client.lease("run", "worker", 3)
         group = leases[0].group_id
-        updates = list[DemandUpdate]()
+        updates = list[tuple[int, int, int]]()
         for lease in leases[:2]:
             await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
-            updates.append(await source.update())
-        assert updates == [DemandUpdate(1, 1, 0), DemandUpdate(1, 1, 1)]
+            updates.append(await updated(client, source))
+        assert updates == [(1, 1, 0), (1, 1, 1)]
         rollouts = (await client.rollouts(run_id="run")).rollouts
         assert Counter(rollout.state for rollout in rollouts if rollout.group_id == group) == {
             RolloutState.DEAD: 2,
             RolloutState.CANCELLED: 1,
         }
         assert Counter(rollout.state for rollout in rollouts if rollout.group_id != group) == {RolloutState.QUEUED: 3}
-        assert await source.update() == DemandUpdate(1, 1, 0), "looked at again, nothing is done"
+        assert await updated(client, source) == (1, 1, 0), "looked at again, nothing is done"
 
 
 async def test_demand_source_judges_a_group_of_another_source_by_its_own_size(tmp_path: Path) -> None:
@@ -198,11 +207,11 @@ async def test_demand_source_judges_a_group_of_another_source_by_its_own_size(tm
         source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
         await client.enqueue("run", new_rollouts(4, group_size=4, max_attempts=1))
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=1))
-        updates = [await source.update()]
+        updates = [await updated(client, source)]
         for lease in (await client.lease("run", "worker", 4))[:3]:
             await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
-            updates.append(await source.update())
-        assert [update.cancelled for update in updates] == [0, 0, 0, 1]
+            updates.append(await updated(client, source))
+        assert [cancelled for _, _, cancelled in updates] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("groups", [0, 9])
@@ -217,7 +226,7 @@ async def test_demand_source_without_a_demand_enqueues_and_cancels_nothing(tmp_p
         await client.enqueue("run", new_rollouts(2 * groups, group_size=2, max_attempts=1))
         for lease in await client.lease("run", "worker", 1):
             await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
-        assert await source.update() == DemandUpdate(0, groups, 0), "the groups are not for a trainer"
+        assert await updated(client, source) == (0, groups, 0), "the groups are not for a trainer"
 
 
 async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_endings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +241,7 @@ async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_ending
         await client.cancel(RolloutSelector(run_id="run"))
         await client.want("run", DemandRequest(policy="policy", branch="main", groups=2))
         sources = [DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version) for _ in range(2)]
-        assert await sources[0].update() == DemandUpdate(2, 2, 0)
+        assert await updated(client, sources[0]) == (2, 2, 0)
         for lease in (await client.lease("run", "worker", 3))[:2]:
             await client.fail([Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=AttemptFailure.CRASH)])
         ended = client.ended
@@ -243,8 +252,8 @@ async def test_demand_source_that_starts_reads_open_groups_but_no_earlier_ending
             return page
 
         monkeypatch.setattr(client, "ended", counted)
-        assert await sources[1].update() == DemandUpdate(2, 2, 1), "of the group whose rollouts died before it began"
-        assert await sources[1].update() == DemandUpdate(2, 2, 0)
+        assert await updated(client, sources[1]) == (2, 2, 1), "of the group whose rollouts died before it began"
+        assert await updated(client, sources[1]) == (2, 2, 0)
         assert sum(read) == 1, "the rollout that it cancelled itself"
 
 
@@ -266,7 +275,6 @@ async def test_demand_sources_of_one_run_enqueue_each_group_once(tmp_path: Path,
             return state
 
         monkeypatch.setattr(client, "demand", read_together)
-        updates = await asyncio.gather(*(source.update() for source in sources))
-        assert sorted(update.enqueued for update in updates) == [0, 3]
-        assert len((await client.rollouts(run_id="run")).rollouts) == 6
-        assert [update.enqueued for update in await asyncio.gather(*(source.update() for source in sources))] == [3, 3]
+        for _ in range(2):
+            assert await asyncio.gather(*(source.update() for source in sources)) == [3, 3], "groups are demanded"
+            assert len((await client.rollouts(run_id="run")).rollouts) == 6
