@@ -18,10 +18,10 @@ from runner.ids import require_short
 from runner.process.wire import ROLLOUTS_MOST, TaskDemand, TaskDemandState
 from runner.queue.service import Service
 from runner.queue.tables import TASK_DEMANDS, TASKS
-from runner.queue.task_data import TaskData, TaskRow, task_of
+from runner.queue.task_data import TaskData, task_of
 from runner.queue.wire import Enqueue
 from spangrad.errors import QueueError
-from spangrad.http.queue_messages import NewRollout
+from spangrad.http.queue_messages import NewRollout, TaskRow
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,10 @@ _BUILT = f"""
 SELECT RolloutId, BuildId, Attempt, Seconds, mapFromArrays(`StageSeconds.Name`, `StageSeconds.Value`)
 FROM {builds_sql(where=_KEY, facts=_FACTS)}
 """
+# What follows the rollout are the fields of TrajectoryTurn, TrajectoryDrop and TrajectoryReward, in their order.
 _TURNS = f"""
-SELECT RolloutId, CallId, Turn, AgentName, Policy, PromptIds, ResponseIds, Logprobs, `Versions.Start`, `Versions.Version`, Temperature,
-    FinishReason, TokenizerHash, TraceId, SpanId
+SELECT RolloutId, CallId, Turn, AgentName, Policy, PromptIds, ResponseIds, Logprobs, arrayWithConstant(length(ResponseIds), 1),
+    arrayZip(`Versions.Start`, `Versions.Version`), Temperature, FinishReason, TokenizerHash, TraceId, SpanId
 FROM {rows_of_builds_sql("transitions", _KEY)} ORDER BY RolloutId, Turn, ChoiceIndex, CallId
 """
 _DROPS = f"""
@@ -78,28 +79,10 @@ def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts
     if not built:
         return built
     parameters |= {"ids": list(built), "builds": [build for _, build, *_ in of_builds]}
-    for rollout, call, turn, agent, policy, prompt, response, logprobs, starts, versions, *rest in rows(_TURNS):
-        temperature, finish_reason, tokenizer, trace, span = rest
-        built[rollout].turns.append(
-            TrajectoryTurn(
-                call_id=call,
-                turn=turn,
-                agent=agent,
-                policy=policy,
-                prompt_ids=list(prompt),
-                response_ids=list(response),
-                logprobs=list(logprobs),
-                loss_mask=[1] * len(response),
-                versions=list(zip(starts, versions, strict=True)),
-                temperature=temperature,
-                finish_reason=finish_reason,
-                tokenizer_hash=tokenizer,
-                trace_id=trace,
-                span_id=span,
-            )
-        )
-    for rollout, call, reason, detail in rows(_DROPS):
-        built[rollout].drops.append(TrajectoryDrop(call_id=call, reason=reason, detail=detail))
-    for rollout, name, role, value, source, call in rows(_REWARDS):
-        built[rollout].rewards.append(TrajectoryReward(name=name, role=role, value=value, source=source, call_id=call))
+    for rollout, *fields in rows(_TURNS):
+        built[rollout].turns.append(TrajectoryTurn(*fields))
+    for rollout, *fields in rows(_DROPS):
+        built[rollout].drops.append(TrajectoryDrop(*fields))
+    for rollout, *fields in rows(_REWARDS):
+        built[rollout].rewards.append(TrajectoryReward(*fields))
     return built

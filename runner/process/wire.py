@@ -6,14 +6,13 @@ In, out: frozen structs. Invariant: an unknown field is refused; arrays of a tur
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
-from runner.queue.task_data import TaskRow
 from runner.queue.wire import RolloutState
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
-from spangrad.http.queue_messages import Count, Name, NewRollout, OptionalName, PinnedPrompt, Priority, Seconds, Struct
+from spangrad.http.queue_messages import Count, Name, NewRollout, OptionalName, PinnedPrompt, Priority, Seconds, Struct, TaskRow
 from spangrad.types import Mode
 
 Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^\x00]*$")]
@@ -49,26 +48,10 @@ class RolloutOptions(Struct, frozen=True, kw_only=True):
         self, task: TaskRow, group_id: str, ids: Sequence[str], *, image: str = "", prompt: PinnedPrompt | None = None
     ) -> list[NewRollout]:
         """Return the rollouts of a group, by their ids."""
-        return [
-            NewRollout(
-                task_id=task.task_id,
-                input=task.input,
-                group_id=group_id,
-                group_size=len(ids),
-                mode=self.mode,
-                rollout_id=rollout_id,
-                priority=self.priority,
-                timeout_seconds=self.timeout_seconds,
-                max_attempts=self.max_attempts,
-                prompt=task.prompt or prompt,
-                sampling=self.sampling,
-                limits=self.limits,
-                data_source=task.data_source,
-                image=image,
-                least_sandbox=task.least_sandbox,
-            )
-            for rollout_id in ids
-        ]
+        options = {name: getattr(self, name) for name in RolloutOptions.__struct_fields__}
+        of_task: dict[str, Any] = {name: getattr(task, name) for name in TaskRow.__struct_fields__}
+        of_task["prompt"] = task.prompt or prompt
+        return [NewRollout(**options, **of_task, rollout_id=id_, group_id=group_id, group_size=len(ids), image=image) for id_ in ids]
 
 
 class ProcessRequest(RolloutOptions, frozen=True, kw_only=True):
@@ -123,7 +106,7 @@ class TaskDemandState(Struct, frozen=True, kw_only=True):
     """Rollouts of a group."""
 
 
-class TrajectoryReward(Struct, frozen=True, kw_only=True):
+class TrajectoryReward(Struct, frozen=True):
     """A reward of a rollout."""
 
     name: str
@@ -136,7 +119,7 @@ class TrajectoryReward(Struct, frozen=True, kw_only=True):
     """Call that earned it. Empty: the rollout as a whole."""
 
 
-class TrajectoryTurn(Struct, frozen=True, kw_only=True):
+class TrajectoryTurn(Struct, frozen=True):
     """A policy call that may be trained, with the tokens that the engine read and sampled."""
 
     call_id: str
@@ -158,7 +141,7 @@ class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     span_id: str
 
 
-class TrajectoryDrop(Struct, frozen=True, kw_only=True):
+class TrajectoryDrop(Struct, frozen=True):
     """A policy call that is in no turn."""
 
     call_id: str

@@ -21,10 +21,10 @@ from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
 from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
-from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout
+from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout, TaskRow
 from spangrad.leases import this_boot
 from spangrad.settings import Settings
-from spangrad.types import AttemptFailure, Mode, PromptVersion, SandboxRung
+from spangrad.types import Mode, PromptVersion, SandboxRung
 
 OPEN = (RolloutState.QUEUED.value, RolloutState.RUNNING.value)
 """States of rollouts that have not ended."""
@@ -98,20 +98,15 @@ def enqueue(
                 {
                     "rollout_id": name,
                     "run_id": run_id,
-                    "task_id": new_rollout.task_id,
-                    "input": task_input,
+                    **task_columns(new_rollout),
                     "mode": new_rollout.mode.value,
                     "group_id": new_rollout.group_id,
                     "group_size": new_rollout.group_size,
                     "priority": new_rollout.priority,
                     "timeout_seconds": new_rollout.timeout_seconds or defaults.timeout_of(new_rollout.data_source),
                     "max_attempts": attempts,
-                    "prompt_name": new_rollout.prompt.name if new_rollout.prompt else None,
-                    "prompt_version": new_rollout.prompt.version if new_rollout.prompt else None,
-                    "least_sandbox": new_rollout.least_sandbox,
                     "sampling": _json(new_rollout.sampling, OWN_SAMPLING),
                     "limits": _json(new_rollout.limits, NO_LIMITS),
-                    "data_source": new_rollout.data_source or None,
                     "image": new_rollout.image or None,
                     "attempts_left": attempts,
                     "state": RolloutState.QUEUED.value,
@@ -154,23 +149,13 @@ def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float) 
     rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
     return [
         RolloutLease(
-            run_id=request.run_id,
-            rollout_id=row.rollout_id,
+            **task_facts(row),
+            **_rollout_facts(row),
             attempt=row.attempt,
             last=row.attempts_left == 0,
-            task_id=row.task_id,
-            input=Raw(row.input.encode()),
-            mode=Mode(row.mode),
-            group_id=row.group_id,
-            group_size=row.group_size,
-            priority=row.priority,
-            timeout_seconds=row.timeout_seconds,
             lease_seconds=seconds,
-            prompt=prompt_of(row),
-            least_sandbox=SandboxRung(row.least_sandbox) if row.least_sandbox else None,
             sampling=msgspec.json.decode(row.sampling, type=SamplingParameters) if row.sampling else OWN_SAMPLING,
             limits=msgspec.json.decode(row.limits, type=CallLimits) if row.limits else NO_LIMITS,
-            data_source=row.data_source or "",
             image=row.image or "",
         )
         for row in rows
@@ -294,20 +279,13 @@ def _rollout(row: sa.Row[Any], attempts: list[AttemptRecord]) -> QueuedRollout:
             reason=None, detail="", rewards=None, calls=None, seconds=None)  # fmt: skip
         attempts = [*attempts, running_attempt]
     return QueuedRollout(
-        run_id=row.run_id,
-        rollout_id=row.rollout_id,
+        **_rollout_facts(row),
         task_id=row.task_id,
-        mode=Mode(row.mode),
-        group_id=row.group_id,
-        group_size=row.group_size,
-        priority=row.priority,
         state=RolloutState(row.state),
         attempts_left=row.attempts_left,
-        timeout_seconds=row.timeout_seconds,
         worker=row.worker,
         cursor=row.ended,
         attempts=attempts,
-        prompt=prompt_of(row),
         data_source=row.data_source or "",
     )
 
@@ -325,23 +303,42 @@ def _json(value: msgspec.Struct, default: msgspec.Struct) -> str | None:
     return None if value == default else msgspec.json.encode(value).decode()
 
 
+def task_columns(task: TaskRow) -> dict[str, object]:
+    """Return the columns that tasks and rollouts have in common."""
+    return {
+        "task_id": task.task_id,
+        "input": bytes(task.input).decode(),
+        "prompt_name": task.prompt and task.prompt.name,
+        "prompt_version": task.prompt and task.prompt.version,
+        "least_sandbox": task.least_sandbox,
+        "data_source": task.data_source or None,
+    }
+
+
+def task_facts(row: Any) -> dict[str, Any]:
+    """Return the fields of a message that are in these columns, except its prompt."""
+    return {
+        "task_id": row.task_id,
+        "input": Raw(row.input.encode()),
+        "least_sandbox": SandboxRung(row.least_sandbox) if row.least_sandbox else None,
+        "data_source": row.data_source or "",
+    }
+
+
+def _rollout_facts(row: sa.Row[Any]) -> dict[str, Any]:
+    """Return the fields of a lease and of a listed rollout that are columns."""
+    names = ("run_id", "rollout_id", "group_id", "group_size", "priority", "timeout_seconds")
+    return {"mode": Mode(row.mode), "prompt": prompt_of(row), **{name: getattr(row, name) for name in names}}
+
+
 def prompt_of(row: sa.Row[Any]) -> PromptVersion | None:
     """Return the prompt version of a row of rollouts or tasks. None: it names none."""
     return PromptVersion(row.prompt_name, row.prompt_version) if row.prompt_name is not None else None
 
 
 def _attempt(row: sa.RowMapping) -> AttemptRecord:
-    return AttemptRecord(
-        attempt=row["attempt"],
-        worker=row["worker"],
-        began_at=row["began_at"],
-        ended_at=row["ended_at"],
-        reason=AttemptFailure(row["reason"]) if row["reason"] else None,
-        detail=row["detail"],
-        rewards=json.loads(row["rewards"]) if row["rewards"] else None,
-        calls=row["calls"],
-        seconds=row["seconds"],
-    )
+    facts = {name: row[name] for name in AttemptRecord.__struct_fields__}
+    return msgspec.convert({**facts, "rewards": row["rewards"] and json.loads(row["rewards"])}, AttemptRecord)
 
 
 _INSERT = ROLLOUTS.insert()
@@ -379,7 +376,7 @@ HAND_OUT = (
         *[
             ROLLOUTS.c[name]
             for name in (
-                "seq", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
+                "seq", "run_id", "rollout_id", "attempt", "attempts_left", "task_id", "input", "mode", "group_id", "group_size", "priority",
                 "timeout_seconds", "prompt_name", "prompt_version", "least_sandbox", "sampling", "limits", "data_source", "image",
             )
         ]

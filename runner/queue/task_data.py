@@ -8,31 +8,16 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import sqlalchemy as sa
-from msgspec import Meta, Raw
+from msgspec import Meta
 
-from runner.queue.rows import prompt_of
+from runner.queue.rows import prompt_of, task_columns, task_facts
 from runner.queue.service import Service
 from runner.queue.tables import NAMED_TASKS, TASKS
 from spangrad.database import Database
-from spangrad.http.queue_messages import Name, OptionalName, PinnedPrompt, Struct
-from spangrad.types import SandboxRung
+from spangrad.http.queue_messages import PinnedPrompt, Struct, TaskRow
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Place = Annotated[int, Meta(ge=0, lt=2**53)]
-
-
-class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A task."""
-
-    task_id: Name
-    input: Raw
-    """Any JSON value, kept as it was written."""
-    prompt: PinnedPrompt | None = None
-    """Prompt version that attempts at the task fetch. None: the one that they would fetch without the task."""
-    least_sandbox: SandboxRung | None = None
-    """Weakest kind of sandbox that attempts at the task may run in. None: any, and none as well."""
-    data_source: OptionalName = ""
-    """Source of the task. Empty: none is named."""
 
 
 class UploadPart(Struct, frozen=True, kw_only=True):
@@ -67,19 +52,7 @@ class TaskData:
 
     async def keep(self, part: UploadPart) -> NamedTasks:
         """Store a part of an upload; rows that exist stay as they are."""
-        rows: list[dict[str, object]] = [
-            {
-                "digest": part.digest,
-                "place": index,
-                "task_id": task.task_id,
-                "input": bytes(task.input).decode(),
-                "prompt_name": task.prompt and task.prompt.name,
-                "prompt_version": task.prompt and task.prompt.version,
-                "least_sandbox": task.least_sandbox,
-                "data_source": task.data_source or None,
-            }
-            for index, task in enumerate(part.tasks, part.first)
-        ]
+        rows = [{"digest": part.digest, "place": place, **task_columns(task)} for place, task in enumerate(part.tasks, part.first)]
         await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
         return NamedTasks(digest=part.digest, tasks=len(rows))
 
@@ -114,14 +87,7 @@ class TaskData:
 
 def task_of(row: Any) -> TaskRow:
     """Return a task from its row."""
-    least = SandboxRung(row.least_sandbox) if row.least_sandbox else None
-    return TaskRow(
-        task_id=row.task_id,
-        input=Raw(row.input.encode()),
-        prompt=PinnedPrompt.of(prompt_of(row)),
-        least_sandbox=least,
-        data_source=row.data_source or "",
-    )
+    return TaskRow(**task_facts(row), prompt=PinnedPrompt.of(prompt_of(row)))
 
 
 def _named(run: str, name: str) -> sa.ColumnElement[bool]:

@@ -42,12 +42,23 @@ class PinnedPrompt(Struct, frozen=True):
         return prompt and cls(prompt.name, prompt.version)
 
 
-class NewRollout(Struct, frozen=True, kw_only=True):
-    """A rollout to enqueue."""
+class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A task."""
 
     task_id: Name
     input: Raw
     """Input of the agent: any JSON value, kept as it was written."""
+    prompt: PinnedPrompt | None = None
+    """Prompt version that attempts at the task fetch under the prompt's name. None: the version that they would fetch without the task."""
+    least_sandbox: SandboxRung | None = None
+    """Weakest kind of sandbox that attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""
+    data_source: OptionalName = ""
+    """Source of the task, which selects the handler of its attempts. Empty: none is named, and its worker's only one is meant."""
+
+
+class NewRollout(TaskRow, frozen=True, kw_only=True):
+    """A rollout to enqueue."""
+
     group_id: Name
     group_size: Count = 1
     mode: Mode = Mode.TRAIN
@@ -60,16 +71,10 @@ class NewRollout(Struct, frozen=True, kw_only=True):
     """Time limit of one agent run, in seconds, from its begin, else its hand-out. None: its handler's or runner.timeout_seconds."""
     max_attempts: Count | None = None
     """Largest number of attempts. None: runner.max_attempts of the server."""
-    prompt: PinnedPrompt | None = None
-    """Prompt version that its attempts fetch under the prompt's name. None: the version that is published when they ask."""
-    least_sandbox: SandboxRung | None = None
-    """Weakest kind of sandbox that its attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""
     sampling: SamplingParameters = OWN_SAMPLING
     """Sampling parameters of its calls to engines, which the gateway sets."""
     limits: CallLimits = NO_LIMITS
     """Limits of each attempt's calls. None of one: runner.max_calls and runner.max_output_tokens of its worker."""
-    data_source: OptionalName = ""
-    """Source of the task, which selects the handler of its attempts. Empty: its worker's only one."""
     image: OptionalName = ""
     """Container image of its agent, which runner.container.images of its worker must allow. Empty: the handler's own."""
 
