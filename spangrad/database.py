@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -131,12 +131,6 @@ class Database:
         with self.translated(), self.retries(lambda: self._open(self._reader)) as connection, _ended(connection):
             yield connection
 
-    def insert_new(self, transaction: sa.Connection, table: sa.Table, rows: Iterable[dict[str, object]]) -> None:
-        """Insert the rows whose key is not there yet."""
-        insert = (sqlite if self.is_sqlite else postgresql).insert(table).on_conflict_do_nothing()
-        if rows := list(rows):
-            transaction.execute(insert, rows)
-
     def close(self) -> None:
         """Close its connections."""
         self.engine.dispose()
@@ -188,6 +182,13 @@ class Database:
                 f"{self._owner.name} {self.shown} failed ({reason[0] if reason else type(cause).__name__}). See that the database "
                 f"runs, that its disk has room, then start again: {self._owner.guarantee}"
             ) from error
+
+
+def insert_new(transaction: sa.Connection, table: sa.Table, rows: Sequence[Mapping[str, object]]) -> None:
+    """Insert the rows whose key is not there yet."""
+    if rows:
+        dialect = sqlite if transaction.dialect.name == "sqlite" else postgresql
+        transaction.execute(dialect.insert(table).on_conflict_do_nothing(), rows)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import polars as pl
 import sqlalchemy as sa
 
+from spangrad.database import insert_new
 from spangrad.errors import SettingsError
 from spangrad.settings import TrainerSettings
 from trainer.data.source import GROUP_COLUMNS, Group, Loaded
@@ -103,9 +104,8 @@ class Phases:
         if served not in played:
             return  # it was rolled back meanwhile
         row = {**self._key(self._policy), "version": served, "phase": played.index(served)}
-        database = self._ledgers[self._policy].database
-        with database.transaction() as transaction:
-            database.insert_new(transaction, PHASES, [row])
+        with self._ledgers[self._policy].database.transaction() as transaction:
+            insert_new(transaction, PHASES, [row])
 
     def skips(self, groups: Sequence[Group], loaded: Loaded) -> dict[Group, Skip]:
         """Return the groups with a call of another policy whose version does not play this policy's phase."""

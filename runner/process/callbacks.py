@@ -28,6 +28,7 @@ from runner.process.wire import ROLLOUTS_MOST, Trajectory
 from runner.queue.rows import chunks
 from runner.queue.service import Service
 from runner.queue.tables import CALLBACKS
+from spangrad.database import insert_new
 from spangrad.errors import SpangradError
 from spangrad.http.service import in_url, without_userinfo
 from spangrad.settings import QueueSettings
@@ -133,7 +134,7 @@ class Callbacks:
             for part in chunks(again):
                 values = {"url": url, "state": CallbackState.OPEN.value, "reason": None}
                 transaction.execute(CALLBACKS.update().where(CALLBACKS.c.rollout_id.in_(part)).values(values))
-            self._service.database.insert_new(transaction, CALLBACKS, rows)
+            insert_new(transaction, CALLBACKS, rows)
             return again, [rollout for rollout in rollouts if known.get(rollout, CallbackState.OPEN) == CallbackState.OPEN]
 
         again, opened = await self._service.writer.do(write)

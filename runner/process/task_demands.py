@@ -20,6 +20,7 @@ from runner.queue.service import Service
 from runner.queue.tables import TASK_DEMANDS, TASKS
 from runner.queue.task_data import TaskData, task_of
 from runner.queue.wire import Enqueue
+from spangrad.database import insert_new
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import NewRollout, TaskRow
 
@@ -74,7 +75,7 @@ class TaskDemands:
 
         def write(transaction: sa.Connection) -> str:
             row: dict[str, object] = {**key, "tasks": stored.tasks, "demand": options, "groups": groups, "enqueued": 0}
-            self._service.database.insert_new(transaction, TASK_DEMANDS, [row])
+            insert_new(transaction, TASK_DEMANDS, [row])
             kept = transaction.execute(sa.select(TASK_DEMANDS.c.demand).where(of)).scalar_one()
             if kept == options:
                 transaction.execute(TASK_DEMANDS.update().where(of, TASK_DEMANDS.c.groups < groups).values(groups=groups))

@@ -16,9 +16,10 @@ import sqlalchemy as sa
 from msgspec.structs import replace
 
 from runner.queue.rows import NEWEST_END, OPEN, add_counts, chunks
-from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
+from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
 from runner.queue.wire import AttemptKey, AttemptReceipt, Cancelled, ClosedEndings, Ending, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
+from spangrad.database import insert_new
 from spangrad.types import AttemptFailure
 
 
@@ -108,10 +109,10 @@ class Endings:
         return self._next - 1
 
 
-def close_endings(transaction: sa.Connection, database: Database, closed: ClosedEndings) -> ClosedEndings:
+def close_endings(transaction: sa.Connection, closed: ClosedEndings) -> ClosedEndings:
     """Record up to which ending lost attempts of a run have root spans in the store; return the furthest that was recorded."""
     of_run = RUNS.c.run_id == closed.run_id
-    database.insert_new(transaction, RUNS, [{"run_id": closed.run_id}])
+    insert_new(transaction, RUNS, [{"run_id": closed.run_id}])
     transaction.execute(RUNS.update().where(of_run, RUNS.c.closed < closed.cursor).values(closed=closed.cursor))
     return replace(closed, cursor=transaction.execute(sa.select(RUNS.c.closed).where(of_run)).scalar_one())
 

@@ -18,8 +18,9 @@ import sqlalchemy as sa
 from msgspec import Raw
 
 from runner.ids import require_short
-from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS, Database
+from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
 from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
+from spangrad.database import insert_new
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout, TaskRow
 from spangrad.leases import this_boot
@@ -66,9 +67,7 @@ class Running:
         return self.rollout_id, self.attempt
 
 
-def enqueue(
-    transaction: sa.Connection, database: Database, run_id: str, rollouts: Sequence[NewRollout], ids: Sequence[str], defaults: Defaults
-) -> int:
+def enqueue(transaction: sa.Connection, run_id: str, rollouts: Sequence[NewRollout], ids: Sequence[str], defaults: Defaults) -> int:
     """Add rollouts; those with an id that is known stay as they are.
 
     Returns:
@@ -115,9 +114,9 @@ def enqueue(
             )
     if new:
         transaction.execute(_INSERT, list(new.values()))
-        database.insert_new(transaction, RUNS, [{"run_id": run_id}])
+        insert_new(transaction, RUNS, [{"run_id": run_id}])
         add_counts(transaction, run_id, {"rollouts": len(new)})
-        _add_groups(transaction, database, run_id, {(str(row["group_id"]), str(row["mode"])) for row in new.values()})
+        _add_groups(transaction, run_id, {(str(row["group_id"]), str(row["mode"])) for row in new.values()})
     return len(ids) - len(new)
 
 
@@ -127,7 +126,7 @@ def add_counts(transaction: sa.Connection, run_id: str, numbers: Mapping[str, in
     transaction.execute(RUNS.update().where(RUNS.c.run_id == run_id).values(values))
 
 
-def _add_groups(transaction: sa.Connection, database: Database, run_id: str, groups: set[tuple[str, str]]) -> None:
+def _add_groups(transaction: sa.Connection, run_id: str, groups: set[tuple[str, str]]) -> None:
     """Add those groups (id and mode) that are not there yet, and count them."""
     of_run = sa.select(GROUPS.c.group_id, GROUPS.c.mode).where(GROUPS.c.run_id == run_id)
     for part in chunks([group for group, _ in groups]):
@@ -136,7 +135,7 @@ def _add_groups(transaction: sa.Connection, database: Database, run_id: str, gro
         transaction.execute(GROUPS.insert(), [{"run_id": run_id, "group_id": group, "mode": mode} for group, mode in groups])
     for mode, count in Counter(mode for _, mode in groups).items():
         key = {"run_id": run_id, "mode": mode}
-        database.insert_new(transaction, GROUP_COUNTS, [{**key, "groups": 0, "cancelled": 0}])
+        insert_new(transaction, GROUP_COUNTS, [{**key, "groups": 0, "cancelled": 0}])
         same = [GROUP_COUNTS.c[name] == value for name, value in key.items()]
         transaction.execute(GROUP_COUNTS.update().where(*same).values(groups=GROUP_COUNTS.c.groups + count))
 
@@ -189,12 +188,12 @@ def demand(connection: sa.Connection, run_id: str) -> DemandState:
     return DemandState(groups=level, enqueued=groups - cancelled, cancelled=cancelled, branches=branches)
 
 
-def want(transaction: sa.Connection, database: Database, run_id: str, branch_demand: DemandRequest) -> DemandState:
+def want(transaction: sa.Connection, run_id: str, branch_demand: DemandRequest) -> DemandState:
     """Record the demand of a branch; fewer groups than it demanded before is an outdated request, and changes nothing."""
     key = {"run_id": run_id, "policy": branch_demand.policy, "branch": branch_demand.branch}
     values = {"groups": branch_demand.groups, "oldest_version": branch_demand.oldest_version, "filled": branch_demand.filled}
     same_branch = [DEMANDS.c[name] == value for name, value in key.items()]
-    database.insert_new(transaction, DEMANDS, [{**key, **values}])
+    insert_new(transaction, DEMANDS, [{**key, **values}])
     transaction.execute(DEMANDS.update().where(*same_branch, DEMANDS.c.groups <= branch_demand.groups).values(values))
     return demand(transaction, run_id)
 

@@ -160,7 +160,7 @@ class Service:
                 demand = rows.demand(transaction, request.run_id)
                 if request.after_groups != demand.enqueued + demand.cancelled:
                     return None
-            return rows.enqueue(transaction, self.database, request.run_id, request.rollouts, ids, self._defaults)
+            return rows.enqueue(transaction, request.run_id, request.rollouts, ids, self._defaults)
 
         known = await self._write(add)
         if known is None:
@@ -231,7 +231,7 @@ class Service:
 
     async def close_endings(self, closed: ClosedEndings) -> ClosedEndings:
         """Record up to which ending lost attempts of a run have root spans; return the furthest that was recorded."""
-        return await self._write(lambda transaction: close_endings(transaction, self.database, closed))
+        return await self._write(lambda transaction: close_endings(transaction, closed))
 
     async def cancel(self, which: RolloutSelector) -> Cancelled:
         """Cancel rollouts, queued or running."""
@@ -254,7 +254,7 @@ class Service:
 
     async def want(self, run_id: str, branch_demand: DemandRequest) -> DemandState:
         """Set the demand of a branch; return the demand for the run."""
-        demand = await self._write(lambda transaction: rows.want(transaction, self.database, run_id, branch_demand))
+        demand = await self._write(lambda transaction: rows.want(transaction, run_id, branch_demand))
         self._demands.notify(run_id)
         return demand
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 from runner.queue.rows import prompt_of, task_columns, task_facts
 from runner.queue.service import Service
 from runner.queue.tables import NAMED_TASKS, TASKS
-from spangrad.database import Database
+from spangrad.database import insert_new
 from spangrad.http.queue_messages import PinnedPrompt, Struct, TaskRow
 
 Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -46,14 +46,13 @@ class TaskData:
     """Stores tasks in the service's database."""
 
     def __init__(self, service: Service) -> None:
-        self._database: Database = service.database
         self._read = service.read
         self._writer = service.writer
 
     async def keep(self, part: UploadPart) -> NamedTasks:
         """Store a part of an upload; rows that exist stay as they are."""
         rows = [{"digest": part.digest, "place": place, **task_columns(task)} for place, task in enumerate(part.tasks, part.first)]
-        await self._writer.do(lambda transaction: self._database.insert_new(transaction, TASKS, rows))
+        await self._writer.do(lambda transaction: insert_new(transaction, TASKS, rows))
         return NamedTasks(digest=part.digest, tasks=len(rows))
 
     async def page(self, digest: str, first: int, limit: int) -> Page:

@@ -56,7 +56,7 @@ class StopReason:
 
 
 class StoppedError(Exception):
-    """What was waited for was stopped."""
+    """Work was stopped that had not ended."""
 
 
 class Stop:

@@ -23,7 +23,7 @@ from runner.queue.purge import expired
 from runner.queue.rows import Defaults
 from runner.queue.tables import ATTEMPTS, GROUPS, METADATA, ROLLOUTS, RUNS, QueueDatabase
 from runner.queue.wire import ClosedEndings, Completion, Ending, Failure, LeaseRequest, RolloutSelector, RolloutState
-from spangrad.database import Database, Owner
+from spangrad.database import Database, Owner, insert_new
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest
 from spangrad.types import AttemptFailure
@@ -70,8 +70,8 @@ class Story(RuleBasedStateMachine):
         self.count += 1
         ids = [one.rollout_id or "" for one in new]
         with self.database.transaction() as transaction:
-            assert rows.enqueue(transaction, self.database, "run", new, ids, DEFAULTS) == 0
-            assert rows.enqueue(transaction, self.database, "run", new, ids, DEFAULTS) == count, "twice is once"
+            assert rows.enqueue(transaction, "run", new, ids, DEFAULTS) == 0
+            assert rows.enqueue(transaction, "run", new, ids, DEFAULTS) == count, "twice is once"
 
     @rule(count=st.integers(1, 5))
     def hand_out(self, count: int) -> None:
@@ -201,27 +201,27 @@ class TestHandOut:
 PAGE: dict[str, Any] = {"group_id": None, "after": 0, "limit": 20}
 DEMAND = DemandRequest(policy="policy", branch="main", groups=9, oldest_version=0, filled=1)
 ASK = LeaseRequest(run_id="run 7", worker="w", count=20)
-REPEATED: dict[str, Callable[[sa.Connection, QueueDatabase], object]] = {
-    "hand-out": lambda c, _: rows.hand_out(c, ASK, 30),
-    "enqueue": lambda c, database: rows.enqueue(c, database, "run 7", new_rollouts(8, "new"), [f"new {i}" for i in range(8)], DEFAULTS),
-    "demand": lambda c, _: rows.demand(c, "run 7"),
-    "want": lambda c, database: rows.want(c, database, "run 7", DEMAND),
-    "queued": lambda c, _: rows.queued(c, "run 7", 50),
-    "counts of a run": lambda c, _: rows.counts(c, "run 7"),
-    "counts of all runs": lambda c, _: rows.counts(c),
-    "beginning of a server": lambda c, _: (Endings(c), rows.running(c)),
-    "endings": lambda c, _: Endings(c).end(c, [success(lease.rollout_id) for lease in rows.hand_out(c, ASK, 30)]),
-    "cancellation of a group": lambda c, _: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7")),
-    "closed endings": lambda c, database: close_endings(c, database, ClosedEndings(run_id="run 7", cursor=1)),
-    "purge of nothing": lambda c, _: expired(c, LONG_AGO - 1, None),
-    "list of a group": lambda c, _: rows.listed(c, run_id="run 7", state=None, **{**PAGE, "group_id": "7"}),
-    "ended": lambda c, _: rows.ended(c, "run 7", 0, 20),
-    "list": lambda c, _: rows.listed(c, run_id="run 7", state=None, **PAGE),
-    "list of all runs": lambda c, _: rows.listed(c, run_id=None, state=None, **PAGE),
-    "list, newest first": lambda c, _: rows.listed(c, run_id="run 7", state=None, newest_first=True, **PAGE),
-    "list of succeeded": lambda c, _: rows.listed(c, run_id="run 7", state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
-    "list of succeeded, all runs": lambda c, _: rows.listed(c, run_id=None, state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
-    "list of failed": lambda c, _: rows.listed(c, run_id="run 7", state=RolloutState.FAILED, **PAGE),
+REPEATED: dict[str, Callable[[sa.Connection], object]] = {
+    "hand-out": lambda c: rows.hand_out(c, ASK, 30),
+    "enqueue": lambda c: rows.enqueue(c, "run 7", new_rollouts(8, "new"), [f"new {i}" for i in range(8)], DEFAULTS),
+    "demand": lambda c: rows.demand(c, "run 7"),
+    "want": lambda c: rows.want(c, "run 7", DEMAND),
+    "queued": lambda c: rows.queued(c, "run 7", 50),
+    "counts of a run": lambda c: rows.counts(c, "run 7"),
+    "counts of all runs": lambda c: rows.counts(c),
+    "beginning of a server": lambda c: (Endings(c), rows.running(c)),
+    "endings": lambda c: Endings(c).end(c, [success(lease.rollout_id) for lease in rows.hand_out(c, ASK, 30)]),
+    "cancellation of a group": lambda c: Endings(c).cancel(c, RolloutSelector(run_id="run 7", group_id="7")),
+    "closed endings": lambda c: close_endings(c, ClosedEndings(run_id="run 7", cursor=1)),
+    "purge of nothing": lambda c: expired(c, LONG_AGO - 1, None),
+    "list of a group": lambda c: rows.listed(c, run_id="run 7", state=None, **{**PAGE, "group_id": "7"}),
+    "ended": lambda c: rows.ended(c, "run 7", 0, 20),
+    "list": lambda c: rows.listed(c, run_id="run 7", state=None, **PAGE),
+    "list of all runs": lambda c: rows.listed(c, run_id=None, state=None, **PAGE),
+    "list, newest first": lambda c: rows.listed(c, run_id="run 7", state=None, newest_first=True, **PAGE),
+    "list of succeeded": lambda c: rows.listed(c, run_id="run 7", state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
+    "list of succeeded, all runs": lambda c: rows.listed(c, run_id=None, state=RolloutState.SUCCEEDED, newest_first=True, **PAGE),
+    "list of failed": lambda c: rows.listed(c, run_id="run 7", state=RolloutState.FAILED, **PAGE),
 }
 """Statements that are repeated while a run goes on."""
 
@@ -245,7 +245,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
 
                 done = transaction.begin_nested()
                 driver.set_progress_handler(count_step, 1)
-                act(transaction, database)
+                act(transaction)
                 driver.set_progress_handler(None, 1)
                 done.rollback()  # each is done to the same rows
     database.close()
@@ -276,10 +276,10 @@ def fill(database: QueueDatabase, count: int, state: str = "queued") -> None:
             f"FROM ({numbers}) AS numbers"
         )
         for run in {f"run {number}" for number in range(min(count, 10))}:
-            database.insert_new(transaction, RUNS, [{"run_id": run}])
+            insert_new(transaction, RUNS, [{"run_id": run}])
             rows.add_counts(transaction, run, {"rollouts": count // 10, **({} if state == "queued" else {state: count // 10})})
         groups = sa.select(ROLLOUTS.c.run_id, ROLLOUTS.c.group_id, ROLLOUTS.c.mode).distinct().where(ROLLOUTS.c.seq > begun)
-        database.insert_new(transaction, GROUPS, [dict(row) for row in transaction.execute(groups).mappings()])
+        insert_new(transaction, GROUPS, [dict(row) for row in transaction.execute(groups).mappings()])
 
 
 def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None:
@@ -287,7 +287,7 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
     names = [f"r{i}" for i in range(30)]
     order = random.Random(0).sample(names, 30)
     with database.transaction() as transaction:
-        rows.enqueue(transaction, database, "run", new_rollouts(30), names, DEFAULTS)
+        rows.enqueue(transaction, "run", new_rollouts(30), names, DEFAULTS)
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=30), 30)
         for name in order[:10]:
@@ -307,7 +307,7 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
 def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
-        rows.enqueue(transaction, database, "run", new_rollouts(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
+        rows.enqueue(transaction, "run", new_rollouts(2, max_attempts=1), ["r0", "r1"], DEFAULTS)
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
         endings.end(transaction, [failure(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")])
@@ -324,7 +324,7 @@ def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
 def test_queue_reads_with_ending_between_their_statements_are_of_one_moment(queue_db: str) -> None:
     database = QueueDatabase(queue_db)
     with database.transaction() as transaction:
-        rows.enqueue(transaction, database, "run", new_rollouts(2), ["r0", "r1"], DEFAULTS)
+        rows.enqueue(transaction, "run", new_rollouts(2), ["r0", "r1"], DEFAULTS)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
         endings = Endings(transaction)
     running = ["r0", "r1"]

@@ -136,7 +136,7 @@ def test_prompt_versions_are_dense_and_unique_by_text(puts: list[tuple[str, str,
     heads: dict[str, str] = {}
     for name, text, publish in puts:
         with database.transaction() as transaction:
-            kept = prompt_rows.put(transaction, database, name, prompt_rows.Put(text=text, publish=publish))
+            kept = prompt_rows.put(transaction, name, prompt_rows.Put(text=text, publish=publish))
         assert kept.new == (text not in texts[name])
         texts[name] += [text] if kept.new else []
         heads |= {name: text} if publish else {}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from spangrad.database import repeated
+from spangrad.database import insert_new, repeated
 from spangrad.errors import LedgerError
 from spangrad.leases import LeaseClock, is_dead, shown, this_process
 from spangrad.settings import TrainerSettings
@@ -309,7 +309,7 @@ class Ledger:
             where = (self._policy(), VERSIONS.c.version == version, VERSIONS.c.status == VersionStatus.COMMITTED)
             if transaction.execute(sa.select(VERSIONS.c.version).where(*where)).first() is None:
                 raise LedgerError(f"{self._branch['policy']} has no committed version {version}. `spangrad policy list` shows them.")
-            self.database.insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version, "holder": holder}])
+            insert_new(transaction, PINS, [{"policy": self._branch["policy"], "version": version, "holder": holder}])
 
     def unpin(self, version: int, holder: str | None = None) -> None:
         """End a holder's pin of a version; idempotent. None: all pins, so that trainer.checkpoint.keep applies again."""

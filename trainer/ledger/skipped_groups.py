@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-from spangrad.database import repeated
+from spangrad.database import insert_new, repeated
 from spangrad.settings import TrainerSettings
 from spangrad.types import VersionStatus
 from trainer.data.source import Group
@@ -105,7 +105,7 @@ class SkippedGroups:
                 }
                 for group, skip in skips.items()
             ]
-            self.database.insert_new(transaction, SKIPPED, rows)
+            insert_new(transaction, SKIPPED, rows)
 
     @repeated
     def read(self, reason: SkipReason | None = None) -> list[SkippedGroup]:

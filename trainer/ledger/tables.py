@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from spangrad.database import Database as AnyDatabase
-from spangrad.database import Owner, database_url
+from spangrad.database import Owner, database_url, insert_new
 from spangrad.errors import LedgerError
 from spangrad.processes import make_private
 from spangrad.settings import TrainerSettings
@@ -220,7 +220,7 @@ class LedgerDatabase(AnyDatabase):
         super().__init__(_url(location), METADATA, _OWNER)
         self._remembered: dict[Hashable, tuple[Hashable, Any]] = {}
         with super().transaction() as transaction:
-            self.insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "freed": 0}])
+            insert_new(transaction, CHANGES, [{"id": 0, "number": 0, "freed": 0}])
         event.listen(self.engine, "after_execute", _note_change)
 
     @contextmanager

@@ -67,8 +67,7 @@ class PromptAnswers:
         """Store a text as a version."""
         name = msgspec.convert(request.match_info["name"], PromptName)
         request_body = msgspec.json.decode(await body(request), type=Put)
-        database = self._service.database
-        return json_response(await self._service.writer.do(lambda transaction: rows.put(transaction, database, name, request_body)))
+        return json_response(await self._service.writer.do(lambda transaction: rows.put(transaction, name, request_body)))
 
     async def _find(self, request: web.Request) -> PromptRow | web.Response:
         name = request.match_info["name"]

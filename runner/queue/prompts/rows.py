@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from runner.queue.tables import PROMPT_EDITS, PROMPT_HEADS, PROMPT_VERSIONS
 from spangrad.agent.prompt_store import TEXT_MOST
-from spangrad.database import Database
+from spangrad.database import insert_new
 from spangrad.http.queue_messages import NO_NULL, Struct
 
 Text = Annotated[str, Meta(min_length=1, max_length=TEXT_MOST, pattern=NO_NULL)]
@@ -89,7 +89,7 @@ class PromptPut(Struct, frozen=True, kw_only=True):
     """True if the text was not stored before."""
 
 
-def put(transaction: sa.Connection, database: Database, name: str, request_body: Put) -> PromptPut:
+def put(transaction: sa.Connection, name: str, request_body: Put) -> PromptPut:
     """Store a text as a version, publish it, record the edit that it came from: each of these only if the request asks for it."""
     step = request_body.edit
     edit_key = {"name": name, "search": step.search, "round": step.round, "parent": step.parent, "number": step.number} if step else None
@@ -103,7 +103,7 @@ def put(transaction: sa.Connection, database: Database, name: str, request_body:
     if edit_key is not None and step is not None:
         transaction.execute(PROMPT_EDITS.insert().values(**edit_key, version=version, critique=step.critique))
     if request_body.publish and version is not None:
-        database.insert_new(transaction, PROMPT_HEADS, [{"name": name, "version": version}])
+        insert_new(transaction, PROMPT_HEADS, [{"name": name, "version": version}])
         transaction.execute(PROMPT_HEADS.update().where(PROMPT_HEADS.c.name == name).values(version=version))
     return PromptPut(name=name, version=version, new=new)
 
