@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,6 +16,7 @@ import msgspec
 from sqlalchemy import event
 
 from runner.ids import file_name, ordered_ids
+from runner.queue import rows
 from runner.queue.client import QueueClient
 from runner.queue.rows import Defaults
 from runner.queue.service import Service
@@ -70,9 +72,8 @@ class EmbeddedQueue(QueueClient):
             except QueueError as error:
                 logger.warning("what %s has of run %s is left out: %s", file, settings.runner.run_id, error)
                 continue
-            states = {state: count for run in await queue._service.counts() for state, count in run.states.items()}
-            if open_ := sum(states.get(state, 0) for state in _OPEN):
-                queues.append((queue, open_))
+            if unfinished := await queue._unfinished():
+                queues.append((queue, unfinished))
             else:
                 await queue.close()
         return queues
@@ -82,10 +83,14 @@ class EmbeddedQueue(QueueClient):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        runs = await self._service.counts()
+        unfinished = await self._unfinished()
         await self._service.close()
-        if not any(run.states.get(state) for run in runs for state in _OPEN):
+        if not unfinished:
             _remove(self.file)
+
+    async def _unfinished(self) -> int:
+        """Return the number of rollouts that have not ended."""
+        return sum(run.states.get(state, 0) for run in await self._service.counts() for state in _OPEN)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
         """Return what the server would answer to a request body."""
@@ -100,7 +105,7 @@ class EmbeddedQueue(QueueClient):
 
     async def rollout(self, rollout_id: str) -> QueuedRollout:
         """Return one rollout, with its attempts."""
-        rollout = await self._service.rollout(rollout_id)
+        rollout = await self._service.read(partial(rows.rollout, rollout_id=rollout_id))
         if rollout is None:
             raise QueueError(f"the queue has no rollout {rollout_id}.")
         return rollout
@@ -109,7 +114,7 @@ class EmbeddedQueue(QueueClient):
         self, *, run_id: str | None = None, state: RolloutState | None = None, group_id: str | None = None, after: int = 0, limit: int = 100
     ) -> Rollouts:
         """Return rollouts in order of arrival."""
-        return await self._service.listed(run_id=run_id, state=state, group_id=group_id, after=after, limit=limit)
+        return await self._service.read(partial(rows.listed, run_id=run_id, state=state, group_id=group_id, after=after, limit=limit))
 
     async def ended(self, run_id: str, *, after: int = 0, limit: int = 100, wait_seconds: float = 0) -> Rollouts:
         """Return a run's rollouts in the order in which they ended."""

@@ -25,7 +25,7 @@ import msgspec
 import sqlalchemy as sa
 
 from runner.process.wire import ROLLOUTS_MOST, Trajectory
-from runner.queue.rows import chunks
+from runner.queue.rows import chunks, rows_among
 from runner.queue.service import Service
 from runner.queue.tables import CALLBACKS
 from spangrad.database import insert_new
@@ -129,7 +129,7 @@ class Callbacks:
         ]
 
         def write(transaction: sa.Connection) -> tuple[list[str], list[str]]:
-            known = {row.rollout_id: row.state for part in chunks(rollouts) for row in transaction.execute(_KNOWN, {"ids": part})}
+            known = _states(transaction, rollouts)
             again = [rollout for rollout, state in known.items() if state == CallbackState.GIVEN_UP]
             for part in chunks(again):
                 values = {"url": url, "state": CallbackState.OPEN.value, "reason": None}
@@ -170,7 +170,8 @@ class Callbacks:
         refusals: dict[str, _Refusal] = {}
         while not self._service.stopping:
             try:
-                pending = await self._service.read(lambda connection: _open_among(connection, rollouts))
+                states = await self._service.read(lambda connection: _states(connection, rollouts))
+                pending = [rollout for rollout in rollouts if states.get(rollout) == CallbackState.OPEN]
                 if not pending:
                     return
                 now = time.monotonic()
@@ -247,9 +248,8 @@ def signed_headers(name: str, timestamp: int, body: bytes, token: str | None) ->
     return headers
 
 
-def _open_among(connection: sa.Connection, rollouts: Sequence[str]) -> list[str]:
-    states = {row.rollout_id: row.state for part in chunks(rollouts) for row in connection.execute(_KNOWN, {"ids": part})}
-    return [rollout for rollout in rollouts if states.get(rollout) == CallbackState.OPEN]
+def _states(connection: sa.Connection, rollouts: Sequence[str]) -> dict[str, str]:
+    return {row["rollout_id"]: row["state"] for row in rows_among(connection, _KNOWN, rollouts)}
 
 
 _KNOWN = sa.select(CALLBACKS.c.rollout_id, CALLBACKS.c.state).where(CALLBACKS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))

@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import sqlalchemy as sa
-
 from runner.process.callbacks import Callbacks, require_allowed
 from runner.process.task_demands import TaskDemands
 from runner.process.trajectories import BuiltTrajectory, read_trajectories
@@ -203,7 +201,7 @@ class Processing:
         pending = dict.fromkeys(rollouts)
         while True:
             ends, builds = self._service.next_end(run_id), self._builds.next()
-            ended = await self._service.read(lambda connection: _ended(connection, list(pending)))
+            ended = await self._service.read(lambda connection: rows.ended_among(connection, list(pending)))
             unbuilt = 0
             for start in range(0, len(ended), _READ_MOST):
                 part = ended[start : start + _READ_MOST]
@@ -246,10 +244,6 @@ async def _wait_for_any(events: Sequence[asyncio.Event], end: float) -> None:
     finally:
         for wait in waits:
             wait.cancel()
-
-
-def _ended(connection: sa.Connection, ids: Sequence[str]) -> list[QueuedRollout]:
-    return [rollout for part in rows.chunks(ids) for rollout in rows.ended_among(connection, part)]
 
 
 def _trajectory(rollout: QueuedRollout, built: BuiltTrajectory | None, spec: str) -> Trajectory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import sqlalchemy as sa
 
 from runner.ids import require_short
 from runner.process.wire import ROLLOUTS_MOST, TaskDemand, TaskDemandState
+from runner.queue import rows
 from runner.queue.service import Service
 from runner.queue.tables import TASK_DEMANDS, TASKS
 from runner.queue.task_data import TaskData, task_of
@@ -125,10 +127,10 @@ class TaskDemands:
     async def _enqueue_parts(self) -> tuple[bool, bool]:
         """Enqueue a part of each demand; return whether any was, and whether one is held back."""
         is_open = TASK_DEMANDS.c.enqueued < TASK_DEMANDS.c.groups
-        rows = await self._service.read(lambda connection: connection.execute(sa.select(TASK_DEMANDS).where(is_open)).all())
+        demands = await self._service.read(lambda connection: connection.execute(sa.select(TASK_DEMANDS).where(is_open)).all())
         enqueued = held = False
-        for row in rows:
-            if await self._service.queued(row.run_id, QUEUED_MOST) == QUEUED_MOST:
+        for row in demands:
+            if await self._service.read(partial(rows.queued, run_id=row.run_id, most=QUEUED_MOST)) == QUEUED_MOST:
                 held = True
                 continue
             try:

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from runner.queue.rows import NEWEST_END, OPEN, add_counts, chunks
+from runner.queue.rows import ATTEMPTS_AMONG, NEWEST_END, OPEN, add_counts, chunks, rows_among
 from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
 from runner.queue.wire import AttemptKey, AttemptReceipt, Cancelled, ClosedEndings, Ending, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
@@ -135,19 +135,11 @@ def _recount(transaction: sa.Connection, matches: Sequence[sa.ColumnElement[bool
 
 
 def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    rollouts: dict[str, dict[str, Any]] = {}
-    for part in chunks(ids):
-        rollouts.update((row["rollout_id"], dict(row)) for row in transaction.execute(_SELECT_STATES, {"ids": part}).mappings())
-    return rollouts
+    return {row["rollout_id"]: dict(row) for row in rows_among(transaction, _SELECT_STATES, ids)}
 
 
 def _ended(transaction: sa.Connection, rollout_ids: Sequence[str]) -> dict[AttemptKey, Any]:
-    """Return the rows of ATTEMPTS of rollouts."""
-    attempts: dict[AttemptKey, Any] = {}
-    for part in chunks(rollout_ids):
-        rows = transaction.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings()
-        attempts.update(((row["rollout_id"], row["attempt"]), row) for row in rows)
-    return attempts
+    return {(row["rollout_id"], row["attempt"]): row for row in rows_among(transaction, ATTEMPTS_AMONG, rollout_ids)}
 
 
 def _is_running(row: Mapping[str, Any] | None, attempt: int) -> bool:

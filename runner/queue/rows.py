@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
-from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, RolloutState, RunCounts
+from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, Rollouts, RolloutState, RunCounts
 from spangrad.database import insert_new
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout, TaskRow
@@ -77,12 +77,12 @@ def enqueue(transaction: sa.Connection, run_id: str, rollouts: Sequence[NewRollo
         ValueError: a rollout of another run, task or input has one of the ids, or one is too long.
     """
     require_short(ids)
-    known = {row.rollout_id: row for part in chunks(ids) for row in transaction.execute(_KNOWN, {"ids": part})}
+    known = {row["rollout_id"]: row for row in rows_among(transaction, _KNOWN, ids)}
     for name, row in known.items():
-        if row.run_id != run_id:
-            raise ValueError(f"rollout {name} belongs to run {row.run_id} already. Give rollouts of run {run_id} ids of their own.")
+        if row["run_id"] != run_id:
+            raise ValueError(f"rollout {name} belongs to run {row['run_id']} already. Give rollouts of run {run_id} ids of their own.")
     new: dict[str, dict[str, object]] = {}
-    tasks: dict[str, tuple[str, str]] = {name: (row.task_id, row.input) for name, row in known.items()}
+    tasks: dict[str, tuple[str, str]] = {name: (row["task_id"], row["input"]) for name, row in known.items()}
     for name, new_rollout in zip(ids, rollouts, strict=True):
         task_input = bytes(new_rollout.input).decode()
         task, known_input = tasks.setdefault(name, (new_rollout.task_id, task_input))
@@ -228,8 +228,8 @@ def listed(
     after: int,
     limit: int,
     newest_first: bool = False,
-) -> tuple[list[QueuedRollout], int]:
-    """Return rollouts in order of arrival, or the newest first, each with its last attempt, and the cursor of the next page."""
+) -> Rollouts:
+    """Return rollouts in order of arrival, or the newest first, each with its last attempt."""
     seq = ROLLOUTS.c.seq
     place, order = (seq < after if after else sa.true(), seq.desc()) if newest_first else (seq > after, seq)
     query = sa.select(*_SHOWN).where(place).order_by(order).limit(limit)
@@ -237,20 +237,26 @@ def listed(
     if state is not None and state not in OPEN:
         query = query.where(ROLLOUTS.c.ended.is_not(None))  # the condition of the index
     rows = connection.execute(query.where(*[column == value for column, value in filters.items() if value is not None])).all()
-    return _with_last(connection, rows), rows[-1].seq if rows else after
+    return Rollouts(rollouts=_with_last(connection, rows), cursor=rows[-1].seq if rows else after)
 
 
-def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> tuple[list[QueuedRollout], int]:
-    """Return a run's rollouts in the order in which they ended, each with its last attempt, and the cursor of the next page."""
+def ended(connection: sa.Connection, run_id: str, after: int, limit: int) -> Rollouts:
+    """Return a run's rollouts in the order in which they ended, each with its last attempt."""
     where = (ROLLOUTS.c.run_id == run_id, ROLLOUTS.c.ended > after)
     rows = connection.execute(sa.select(*_SHOWN).where(*where).order_by(ROLLOUTS.c.ended).limit(limit)).all()
-    return _with_last(connection, rows), rows[-1].ended if rows else after
+    return Rollouts(rollouts=_with_last(connection, rows), cursor=rows[-1].ended if rows else after)
 
 
 def ended_among(connection: sa.Connection, ids: Sequence[str]) -> list[QueuedRollout]:
-    """Return those of a chunk of rollouts that have ended, each with its last attempt."""
-    rows = connection.execute(sa.select(*_SHOWN).where(ROLLOUTS.c.rollout_id.in_(ids), ROLLOUTS.c.ended.is_not(None))).all()
-    return _with_last(connection, rows)
+    """Return those of these rollouts that have ended, each with its last attempt."""
+    query = sa.select(*_SHOWN).where(_WITH_ID, ROLLOUTS.c.ended.is_not(None))
+    return _with_last(connection, [row for part in chunks(ids) for row in connection.execute(query, {"ids": part})])
+
+
+def rows_among(connection: sa.Connection, query: sa.Executable, ids: Sequence[str]) -> Iterator[sa.RowMapping]:
+    """Yield the rows of a query whose parameter `ids` takes a part of a list at a time."""
+    for part in chunks(ids):
+        yield from connection.execute(query, {"ids": part}).mappings()
 
 
 def chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
@@ -265,10 +271,9 @@ def _order(row: sa.Row[Any]) -> tuple[int, int]:
 def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[QueuedRollout]:
     last = {row.rollout_id: row.attempt for row in rows}
     attempts: dict[str, AttemptRecord] = {}
-    for part in chunks(list(last)):
-        for attempt_row in connection.execute(sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(part))).mappings():
-            if attempt_row["attempt"] == last[attempt_row["rollout_id"]]:
-                attempts[attempt_row["rollout_id"]] = _attempt(attempt_row)
+    for attempt_row in rows_among(connection, ATTEMPTS_AMONG, list(last)):
+        if attempt_row["attempt"] == last[attempt_row["rollout_id"]]:
+            attempts[attempt_row["rollout_id"]] = _attempt(attempt_row)
     return [_rollout(row, [attempts[row.rollout_id]] if row.rollout_id in attempts else []) for row in rows]
 
 
@@ -353,6 +358,7 @@ _COUNTS = (
 )
 _OTHER_ID = "Give rollouts of other tasks or inputs another id, a request another key."
 _WITH_ID = ROLLOUTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True))
+ATTEMPTS_AMONG = sa.select(ATTEMPTS).where(ATTEMPTS.c.rollout_id.in_(sa.bindparam("ids", expanding=True)))
 _KNOWN = sa.select(*[ROLLOUTS.c[name] for name in ("rollout_id", "run_id", "task_id", "input")]).where(_WITH_ID)
 _SHOWN = [column for column in ROLLOUTS.c if column.name != "input"]
 _RUNNING = [ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "lease_seconds", "timeout_seconds", "worker", "boot", "began")]

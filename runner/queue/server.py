@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from aiohttp import web
 
 from runner.process.processing import Processing
 from runner.process.routes import ProcessRoutes
+from runner.queue import rows
 from runner.queue.client import default_url
 from runner.queue.metrics import QueueMetrics
 from runner.queue.prompts.answers import PROMPT_PATHS, PromptAnswers
@@ -136,20 +138,14 @@ class QueueRoutes:
         order = query.get("order", "oldest")
         if order not in {"oldest", "newest"}:
             raise ValueError(f"order={order[:80]!r} is neither oldest nor newest.")
-        page = await self._service.listed(
-            run_id=query.get("run"),
-            state=state,
-            group_id=query.get("group"),
-            after=_whole(query, "after", 0),
-            limit=_limit(request),
-            newest_first=order == "newest",
-        )
-        return json_response(page)
+        which = {"run_id": query.get("run"), "state": state, "group_id": query.get("group")}
+        place = {"after": _whole(query, "after", 0), "limit": _limit(request), "newest_first": order == "newest"}
+        return json_response(await self._service.read(partial(rows.listed, **which, **place)))
 
     async def rollout(self, request: web.Request) -> web.Response:
         """Return one rollout, with its attempts."""
         name = request.match_info["rollout"]
-        rollout = await self._service.rollout(name)
+        rollout = await self._service.read(partial(rows.rollout, rollout_id=name))
         return json_response(rollout) if rollout else refusal(404, f"the queue has no rollout {name}.")
 
     async def runs(self, request: web.Request) -> web.Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -44,7 +45,6 @@ from runner.queue.wire import (
     Leases,
     Purge,
     Purged,
-    QueuedRollout,
     Retried,
     Rollouts,
     RolloutSelector,
@@ -108,7 +108,7 @@ class Service:
             self._endings = Endings(connection)
             self._running.add(rows.running(connection))
         self.writer = Writer(database)
-        self.ended: dict[str, int] = {}
+        self.ended = Counter[str]()
         """Attempts by how they ended, since this process started."""
 
     @property
@@ -237,9 +237,7 @@ class Service:
         """Cancel rollouts, queued or running."""
         cancelled, held = await self._write(lambda transaction: self._endings.cancel(transaction, which))
         self._stops.add((running.worker, key) for key in held if (running := self._running.remove(key)))
-        self._close_calls({AttemptFailure.CANCELLED: held})
-        self._count(AttemptFailure.CANCELLED, len(held))
-        self._ends.notify()
+        self._note_ends([(key, AttemptFailure.CANCELLED) for key in held])
         return cancelled
 
     async def retry(self, which: RolloutSelector) -> Retried:
@@ -272,28 +270,10 @@ class Service:
         runs = await self.counts(run_id)
         return runs[0] if runs else RunCounts(run_id=run_id, states={}, cursor=0)
 
-    async def queued(self, run_id: str, most: int) -> int:
-        """Count the queued rollouts of a run, up to a number."""
-        return await self.read(lambda connection: rows.queued(connection, run_id, most))
-
-    async def rollout(self, rollout_id: str) -> QueuedRollout | None:
-        """Return one rollout. None: the id is unknown."""
-        return await self.read(lambda connection: rows.rollout(connection, rollout_id))
-
-    async def listed(
-        self, *, run_id: str | None, state: RolloutState | None, group_id: str | None, after: int, limit: int, newest_first: bool = False
-    ) -> Rollouts:
-        """Return rollouts in order of arrival, or the newest first."""
-        place = {"after": after, "limit": limit, "newest_first": newest_first}
-        read = partial(rows.listed, run_id=run_id, state=state, group_id=group_id, **place)
-        rollouts, cursor = await self.read(read)
-        return Rollouts(rollouts=rollouts, cursor=cursor)
-
     async def ends(self, run_id: str, *, after: int, limit: int, wait_seconds: float) -> Rollouts:
         """Return a run's rollouts in the order in which they ended; if there is none, wait for one as long as requested."""
         read = partial(self.read, partial(rows.ended, run_id=run_id, after=after, limit=limit))
-        rollouts, cursor = await self._ends.read_until(run_id, read, lambda page: bool(page[0]), wait_seconds)
-        return Rollouts(rollouts=rollouts, cursor=cursor)
+        return await self._ends.read_until(run_id, read, lambda page: bool(page.rollouts), wait_seconds)
 
     async def watch(self) -> None:
         """Renew the database's lock, and end attempts that have expired, until cancelled or replaced by another server.
@@ -317,27 +297,25 @@ class Service:
 
     async def _end(self, endings: Sequence[Ending], *, by_queue: bool = False) -> AttemptReceipts:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings))
-        failed: dict[AttemptFailure, list[AttemptKey]] = {}
+        ended: list[tuple[AttemptKey, AttemptFailure | None]] = []
         for ending, result in zip(endings, results, strict=True):
             running = self._running.remove(ending.key)
             if running is None or result.refused is not None:
                 continue
-            self._count(ending.reason)
-            if ending.reason is not None:
-                failed.setdefault(ending.reason, []).append(ending.key)
+            ended.append((ending.key, ending.reason))
             if by_queue:
                 self._stops.add([(running.worker, ending.key)])
-        self._close_calls(failed)
-        self._ends.notify()
+        self._note_ends(ended)
         if any(result.state is RolloutState.QUEUED for result in results):
             self._arrivals.notify()
         return AttemptReceipts(results=results)
 
-    def _close_calls(self, failed: Mapping[AttemptFailure, Sequence[AttemptKey]]) -> None:
-        """Have the gateway end the calls of attempts, by the reason for which they failed."""
+    def _note_ends(self, ended: Sequence[tuple[AttemptKey, AttemptFailure | None]]) -> None:
+        """Count attempts that have ended, have the gateway end the calls of those that failed, and wake those who wait for an end."""
+        self.ended.update(reason.value if reason else RolloutState.SUCCEEDED.value for _, reason in ended)
         if self._gateway is not None:
-            for reason, keys in failed.items():
-                self._gateway.close_attempts(keys, reason)
+            self._gateway.close_attempts((key, reason) for key, reason in ended if reason is not None)
+        self._ends.notify()
 
     async def _write(self, work: Callable[[sa.Connection], T]) -> T:
         try:
@@ -386,7 +364,3 @@ class Service:
         await self._renew_lock()
         # Through the writer: nothing is handed out or ended between the read and the update of the tracked attempts.
         self._running.replace(await self.writer.do(rows.running))
-
-    def _count(self, reason: AttemptFailure | None, count: int = 1) -> None:
-        name = reason.value if reason else RolloutState.SUCCEEDED.value
-        self.ended[name] = self.ended.get(name, 0) + count

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import msgspec
 from pydantic import SecretStr
@@ -84,9 +85,9 @@ class GatewayOrders:
         """Return the orders to the gateway of the settings. None: agents call the engine itself (runner.gateway)."""
         return cls(settings.gateway.url, settings.gateway.token) if settings.runner.gateway else None
 
-    def close_attempts(self, keys: Sequence[AttemptKey], reason: AttemptFailure) -> None:
-        """Add an order; `run` sends it."""
-        self._waiting.extend(ClosedAttempt(rollout_id=rollout, attempt=attempt, reason=reason.value) for rollout, attempt in keys)
+    def close_attempts(self, failed: Iterable[tuple[AttemptKey, AttemptFailure]]) -> None:
+        """Add orders; `run` sends them."""
+        self._waiting.extend(ClosedAttempt(rollout_id=rollout, attempt=attempt, reason=reason) for (rollout, attempt), reason in failed)
         self._arrived.set()
 
     async def run(self) -> None:
@@ -96,7 +97,7 @@ class GatewayOrders:
                 await self._arrived.wait()
                 self._arrived.clear()
                 while self._waiting:
-                    await self._send([self._waiting[place] for place in range(min(len(self._waiting), _ORDER_MOST))])
+                    await self._send(list(islice(self._waiting, _ORDER_MOST)))
         finally:
             await self._client.close()
 

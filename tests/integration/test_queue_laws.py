@@ -295,12 +295,12 @@ def test_ended_rollouts_are_listed_in_order_of_their_ends(queue_db: str) -> None
         endings.cancel(transaction, RolloutSelector(rollout_ids=order[10:20]))
         later = Endings(transaction)  # as a server that is started again does
         later.end(transaction, [failure(name, 0, AttemptFailure.CRASH, retry=False) for name in order[20:]])
-        first, cursor = rows.ended(transaction, "run", 0, 15)
-        rest, end = rows.ended(transaction, "run", cursor, 100)
-    shown = [one.rollout_id for one in [*first, *rest]]
+        first = rows.ended(transaction, "run", 0, 15)
+        rest = rows.ended(transaction, "run", first.cursor, 100)
+    shown = [one.rollout_id for one in [*first.rollouts, *rest.rollouts]]
     assert (shown[:10], sorted(shown[10:20]), shown[20:]) == (order[:10], sorted(order[10:20]), order[20:])
-    assert len(first) == 15
-    assert end == rest[-1].cursor
+    assert len(first.rollouts) == 15
+    assert rest.cursor == rest.rollouts[-1].cursor
     database.close()
 
 
@@ -311,12 +311,12 @@ def test_ended_cursor_number_of_rollback_is_not_reused(queue_db: str) -> None:
         endings = Endings(transaction)
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
         endings.end(transaction, [failure(name, 0, AttemptFailure.CRASH) for name in ("r0", "r1")])
-        _, cursor = rows.ended(transaction, "run", 0, 100)
+        cursor = rows.ended(transaction, "run", 0, 100).cursor
         assert endings.retry(transaction, RolloutSelector(run_id="run")) == 2
         later = Endings(transaction)  # as a server that is started again does
         rows.hand_out(transaction, LeaseRequest(run_id="run", worker="w", count=2), 30)
         later.end(transaction, [success(name, 1) for name in ("r1", "r0")])
-        ended, _ = rows.ended(transaction, "run", cursor, 100)
+        ended = rows.ended(transaction, "run", cursor, 100).rollouts
     assert [one.rollout_id for one in ended] == ["r1", "r0"], "whoever waits for what ends after the first two hears of both"
     database.close()
 
