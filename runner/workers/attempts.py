@@ -23,7 +23,7 @@ from runner.rewards.client import RewardClient
 from runner.workers.agent_processes import HostPool
 from runner.workers.attempt_files import AttemptFiles
 from runner.workers.gateway_client import GatewayClient
-from runner.workers.hosted import Ends, Hosted
+from runner.workers.hosted import Hosted
 from runner.workers.jobs import AttemptOutcome, Job
 from runner.workers.lost_attempts import LostAttempts
 from runner.workers.root_spans import RootSpan, RootSpans, SandboxFacts, carrier
@@ -109,6 +109,8 @@ class LeasedAttempt:
     """Number of policy calls. None: the attempt has begun, and they are not counted."""
     propagation: Mapping[str, str] = field(default_factory=dict[str, str])
     """Propagation headers: `traceparent` and `baggage`."""
+    instance: LeasedInstance | None = None
+    """Environment that a service leased for it. None: there is none."""
     answer: AttemptOutcome = _NOT_BEGUN
     final: bool = True
     """True if its root span has the final mark."""
@@ -146,25 +148,11 @@ class AttemptServices:
 
 
 class Attempts:
-    """Runs attempts with an agent's hosts and services."""
+    """Runs attempts with an agent's hosts and services; the settings are those of the agent's handler."""
 
     def __init__(
-        self,
-        pool: HostPool,
-        run: RunServices,
-        settings: RunnerSettings,
-        services: AttemptServices,
-        sandbox: SandboxFacts,
+        self, pool: HostPool, run: RunServices, settings: RunnerSettings, services: AttemptServices, sandbox: SandboxFacts
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            pool: processes of the agent.
-            run: services and files of the worker.
-            settings: those of the agent's handler.
-            services: services of this agent.
-            sandbox: sandboxes in which the agent's programs run.
-        """
         self._pool = pool
         self._gateway = run.gateway
         self._roots = run.roots
@@ -233,10 +221,10 @@ class Attempts:
                 f"Run a worker with runner.sandbox.least = {least} on a machine that can do it, or lower the task's least_sandbox.",
             )
         if self._services.environments is None:
-            return await self._evaluated(state, await self._hosted(state, None), None)
+            return await self._evaluated(state, await self._hosted(state))
         try:
             async with self._leased(state, self._services.environments) as instance:
-                answer = await self._evaluated(state, await self._hosted(state, instance), instance)
+                answer = await self._evaluated(state, await self._hosted(state))
                 if instance.lost.done():
                     return AttemptOutcome(None, AttemptFailure.ENVIRONMENT, instance.lost.result())
                 return answer
@@ -252,7 +240,7 @@ class Attempts:
                 await self._begin(state)
                 async with self._stage(state, Stage.INIT, self._settings.init_timeout_seconds):
                     asked = environments.lease(key.rollout_id, key.attempt, state.rollout.task.input, self._settings.init_timeout_seconds)
-                    instance = await stop.first(asked)
+                    state.instance = instance = await stop.first(asked)
             entry = state.entry
             state.entry = Slot(lambda: (ahead.free(), entry.free()))
             try:
@@ -260,48 +248,47 @@ class Attempts:
             finally:
                 environments.release(instance)
 
-    async def _hosted(self, state: LeasedAttempt, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _hosted(self, state: LeasedAttempt) -> AttemptOutcome:
         """Run the stages in an agent host."""
         host = await state.stop.first(self._pool.take())
         slot = Slot(lambda: self._pool.free(host))
         try:
-            if instance is None:
+            ends: list[asyncio.Future[Any]] = [state.stop.requested]
+            if state.instance is None:
                 await self._begin(state)
             else:
                 state.entry.free()
-            ends: Ends = [state.stop.requested] if instance is None else [state.stop.requested, instance.lost]
-            async with Hosted(host, self._job(state, instance)) as hosted:
-                return await self._staged(state, hosted, slot, ends, instance)
+                ends.append(state.instance.lost)
+            async with Hosted(host, self._job(state), ends) as hosted:
+                return await self._staged(state, hosted, slot)
         finally:
             self._pool.give(host, freed=slot.freed)
 
-    async def _staged(
-        self, state: LeasedAttempt, hosted: Hosted, slot: Slot, ends: Ends, instance: LeasedInstance | None
-    ) -> AttemptOutcome:
+    async def _staged(self, state: LeasedAttempt, hosted: Hosted, slot: Slot) -> AttemptOutcome:
         stop, settings = state.stop, self._settings
         running = slot
         if self._pool.initialises:
             with await stop.first(self._initialising.take()):
                 async with self._stage(state, Stage.INIT, settings.init_timeout_seconds):
-                    more = await hosted.go(Stage.INIT, settings.init_timeout_seconds, ends)
+                    more = await hosted.go(Stage.INIT, settings.init_timeout_seconds)
             if not more:
-                return await hosted.finish(ends)
+                return await hosted.finish()
             running = await stop.first(self._running.take())
             slot.free()
             state.entry.free()
         with running:
             async with self._stage(state, Stage.RUN, state.lease.timeout_seconds):
-                more = await hosted.go(Stage.RUN, state.lease.timeout_seconds, ends)
+                more = await hosted.go(Stage.RUN, state.lease.timeout_seconds)
         state.entry.free()
-        if settings.close_after_run and instance is not None and self._services.environments is not None:
-            self._services.environments.release(instance)
+        if settings.close_after_run and state.instance is not None and self._services.environments is not None:
+            self._services.environments.release(state.instance)
         if more:
             with await stop.first(self._evaluating.take()):
                 async with self._stage(state, Stage.EVALUATE, settings.evaluation_timeout_seconds):
-                    await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds, ends)
-        return await hosted.finish(ends)
+                    await hosted.go(Stage.EVALUATE, settings.evaluation_timeout_seconds)
+        return await hosted.finish()
 
-    async def _evaluated(self, state: LeasedAttempt, answer: AttemptOutcome, instance: LeasedInstance | None) -> AttemptOutcome:
+    async def _evaluated(self, state: LeasedAttempt, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer with the rewards of the reward service, if there is one."""
         rewards = self._services.rewards
         if rewards is None or answer.failure is not None or answer.rewards is not None:
@@ -313,7 +300,7 @@ class Attempts:
             "task_id": task.task_id,
             "input": task.input,
             "output": answer.output,
-            "environment": instance.environment if instance is not None else None,
+            "environment": state.instance.environment if state.instance is not None else None,
         }
         with await state.stop.first(self._evaluating.take()):
             async with self._stage(state, Stage.EVALUATE, self._settings.evaluation_timeout_seconds):
@@ -353,17 +340,13 @@ class Attempts:
             return answer
         counted = await self._gateway.calls(state.rollout.key)
         state.calls = counted and counted.calls
-        counts = answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None
-        if counted is None and counts:
-            return AttemptOutcome(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{_after(answer)}")
-        if counted is not None and counted.overflowed and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}:
-            return replace(answer, failure=AttemptFailure.CONTEXT_OVERFLOW)
-        if (
-            counted is not None
-            and counted.closed in _CLOSED_BY_GATEWAY
-            and answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}
-        ):
-            return replace(answer, failure=_CLOSED_BY_GATEWAY[counted.closed])
+        if counted is None:
+            if answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None:
+                after = "" if answer.failure is None else f"; it had failed: {answer.failure.value}: {answer.detail}"
+                return AttemptOutcome(None, AttemptFailure.UNCOUNTED, f"the gateway does not know this attempt any more{after}")
+        elif answer.failure in {AttemptFailure.EXCEPTION, AttemptFailure.EXIT_CODE}:
+            closed = _CLOSED_BY_GATEWAY.get(counted.closed, answer.failure)
+            return replace(answer, failure=AttemptFailure.CONTEXT_OVERFLOW if counted.overflowed else closed)
         return answer
 
     def _with_reward(self, answer: AttemptOutcome) -> AttemptOutcome:
@@ -371,7 +354,7 @@ class Attempts:
         reward = self._settings.failure_rewards.of(answer.failure)
         return answer if reward is None else replace(answer, rewards=reward)
 
-    def _job(self, state: LeasedAttempt, instance: LeasedInstance | None) -> Job:
+    def _job(self, state: LeasedAttempt) -> Job:
         key = state.rollout.key
         return Job(
             id=f"{key.rollout_id}/{key.attempt}",
@@ -380,10 +363,6 @@ class Attempts:
             baggage=state.propagation["baggage"],
             endpoint=self._gateway.endpoint(key) if self._gateway is not None else None,
             log=self._files.directory(key.rollout_id, key.attempt),
-            environment=instance.environment if instance is not None else None,
+            environment=state.instance.environment if state.instance is not None else None,
             image=state.lease.image or None,
         )
-
-
-def _after(answer: AttemptOutcome) -> str:
-    return "" if answer.failure is None else f"; it had failed: {answer.failure.value}: {answer.detail}"

@@ -43,10 +43,11 @@ Ends = Sequence[asyncio.Future[Any]]
 class Hosted:
     """An attempt in a host; an async context manager. Sets the host's `retired` when the host died or hangs."""
 
-    def __init__(self, host: AgentHost, job: Job) -> None:
+    def __init__(self, host: AgentHost, job: Job, ends: Ends) -> None:
         """Store the arguments; the first `go` begins the attempt."""
         self._host = host
         self._job = job
+        self._ends = ends
         self._begun = False
         self._stage_ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answer: AttemptOutcome | None = None
@@ -67,7 +68,7 @@ class Hosted:
         finally:
             self._host.forget(self._job.id)
 
-    async def go(self, stage: Stage, seconds: float, ends: Ends) -> bool:
+    async def go(self, stage: Stage, seconds: float) -> bool:
         """Begin a stage, and wait until it is over, for at most `seconds`.
 
         Returns:
@@ -77,7 +78,7 @@ class Hosted:
             self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process had ended")
         elif self._begun and stage is Stage.RUN and self._host.retired:  # a new host can run the agent, but only this one can evaluate
             self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
-        elif any(one.done() for one in ends):
+        elif any(one.done() for one in self._ends):
             if self._begun:
                 await self._cancel()
             self._answer = _STOPPED
@@ -86,21 +87,21 @@ class Hosted:
         self._stage_ended = asyncio.get_running_loop().create_future()
         self._host.send({"go": self._job.id} if self._begun else self._job.message())
         self._begun = True
-        await asyncio.wait([self._answered, self._stage_ended, *ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([self._answered, self._stage_ended, *self._ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._answered.done():
             return False
-        if not self._stage_ended.done() or any(one.done() for one in ends):
-            self._answer = await self._cancelled(ends, _TIMEOUT_FAILURES[stage], f"{stage}: not done after {seconds:g} s")
+        if not self._stage_ended.done() or any(one.done() for one in self._ends):
+            self._answer = await self._cancelled(_TIMEOUT_FAILURES[stage], f"{stage}: not done after {seconds:g} s")
             return False
         return self._stage_ended.result() != END_STAGE
 
-    async def finish(self, ends: Ends) -> AttemptOutcome:
+    async def finish(self) -> AttemptOutcome:
         """Wait until the attempt has ended, and return its answer."""
         if self._answer is None and not self._answered.done():
-            await asyncio.wait([self._answered, *ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._answered, *self._ends], timeout=_CLOSE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not self._answered.done():
                 detail = f"{END_STAGE}: its environment is not closed after {_CLOSE_SECONDS:g} s"
-                self._answer = await self._cancelled(ends, AttemptFailure.ENVIRONMENT, detail)
+                self._answer = await self._cancelled(AttemptFailure.ENVIRONMENT, detail)
         if self._answer is None:
             self._answer = await self._read(self._answered.result())
         elif self._answer.failure is AttemptFailure.TIMEOUT and self._answered.done() and not await self._flush():
@@ -111,10 +112,10 @@ class Hosted:
         if not self._stage_ended.done():
             self._stage_ended.set_result(stage)
 
-    async def _cancelled(self, ends: Ends, failure: AttemptFailure, detail: str) -> AttemptOutcome:
+    async def _cancelled(self, failure: AttemptFailure, detail: str) -> AttemptOutcome:
         """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and `detail`."""
         done = await self._cancel()
-        if any(one.done() for one in ends):
+        if any(one.done() for one in self._ends):
             return _STOPPED
         if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
             return await self._read(self._answered.result())  # it ended in time; only its spans are late

@@ -44,11 +44,11 @@ class StagingHost:
 
 async def test_hosted_stopped_between_stages_is_cancelled_in_its_host() -> None:
     host, end = StagingHost(), asyncio.get_running_loop().create_future()
-    async with Hosted(cast("AgentHost", host), JOB) as hosted:
-        assert await hosted.go(Stage.RUN, 10, [end])
+    async with Hosted(cast("AgentHost", host), JOB, [end]) as hosted:
+        assert await hosted.go(Stage.RUN, 10)
         end.set_result("the environment is lost")
-        assert not await hosted.go(Stage.EVALUATE, 10, [end])
-        outcome = await hosted.finish([end])
+        assert not await hosted.go(Stage.EVALUATE, 10)
+        outcome = await hosted.finish()
     assert outcome.failure is AttemptFailure.CANCELLED
     assert host.sent == [JOB.message(), {"cancel": JOB.id}]
 
@@ -56,7 +56,7 @@ async def test_hosted_stopped_between_stages_is_cancelled_in_its_host() -> None:
 async def test_hosted_stopped_before_its_first_stage_sends_nothing() -> None:
     host, end = StagingHost(), asyncio.get_running_loop().create_future()
     end.set_result(None)
-    async with Hosted(cast("AgentHost", host), JOB) as hosted:
-        assert not await hosted.go(Stage.RUN, 10, [end])
-        outcome = await hosted.finish([end])
+    async with Hosted(cast("AgentHost", host), JOB, [end]) as hosted:
+        assert not await hosted.go(Stage.RUN, 10)
+        outcome = await hosted.finish()
     assert (outcome.failure, host.sent) == (AttemptFailure.CANCELLED, [])
