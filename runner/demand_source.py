@@ -68,19 +68,9 @@ def missing_groups(demand: DemandState, extra: int) -> int:
 
 
 class DemandSource:
-    """Task source of one run."""
+    """Task source of one run; `queued` converts a rollout to the queue's form."""
 
     def __init__(self, settings: Settings, queue: QueueClient, tasks: Sequence[Task], *, seed: int, queued: Queued, served: Served) -> None:
-        """Store the arguments; the first request is sent by `update`.
-
-        Args:
-            settings: name the run and the group size.
-            queue: holds the demand.
-            tasks: taken in an order that depends on the seed, again and again.
-            seed: determines that order.
-            queued: converts a rollout to the queue's form.
-            served: returns the version of a policy that is served.
-        """
         self._settings = settings
         self._queue = queue
         self._tasks = tasks

@@ -38,12 +38,7 @@ class EmbeddedQueue(QueueClient):
     """Client of a queue service in this process; answers as the server would."""
 
     def __init__(self, file: Path, defaults: Defaults, orders: GatewayOrders | None = None) -> None:
-        """Open a file, within a running event loop.
-
-        Args:
-            file: the queue's database.
-            defaults: values that rollouts leave out.
-            orders: tells the gateway of attempts that failed. None: nothing does.
+        """Open a queue's database, within a running event loop.
 
         Raises:
             QueueError: the file is not a queue's database, or another process has it open.
@@ -89,11 +84,9 @@ class EmbeddedQueue(QueueClient):
             _remove(self.file)
 
     async def _unfinished(self) -> int:
-        """Return the number of rollouts that have not ended."""
         return sum(run.states.get(state, 0) for run in await self._service.counts() for state in _OPEN)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
-        """Return what the server would answer to a request body."""
         _, work = self._service.changes[path]
         answer = await work(body)
         assert isinstance(answer, kind)

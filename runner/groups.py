@@ -37,15 +37,7 @@ def cannot_be_trained(estimator: Estimator, group_size: int, dead: Mapping[Mode,
 def rollouts_of(tasks: Sequence[Task], run_id: str, mode: Mode, group_size: int, *, greedy: bool = False) -> list[Rollout]:
     """Return the rollouts of tasks, each task with a new group.
 
-    Args:
-        tasks: inputs of the agent.
-        run_id: run of the rollouts.
-        mode: purpose of the rollouts.
-        group_size: rollouts per task.
-        greedy: add one rollout per task at temperature 0, the baseline of ReMax.
-
-    Returns:
-        By task; a task's greedy rollout first, since all others wait for its return.
+    With `greedy`, a task has one rollout more, at temperature 0, the baseline of ReMax: its first, since all others wait for its return.
     """
     groups, ids = ordered_ids(), ordered_ids()
     return [

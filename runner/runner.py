@@ -117,7 +117,6 @@ class Runner:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop all processes, then send the remaining spans, in bounded time."""
         await self._stack.aclose()
 
     async def run(
@@ -125,11 +124,7 @@ class Runner:
     ) -> list[Outcome]:
         """Run `group_size` rollouts of each task, in a new group per task, and a greedy rollout of each task where the settings ask for it.
 
-        Args:
-            tasks: inputs of the agent.
-            mode: purpose of the rollouts.
-            group_size: rollouts per task.
-            progress: called with each outcome as it arrives.
+        `progress` is called with each outcome as it arrives.
 
         Returns:
             Outcomes, by task, then by rollout; a task's greedy one is its first.
@@ -322,7 +317,6 @@ async def open_handlers(
 
 
 def _of_handler(settings: Settings, source: str) -> Settings:
-    """Return the settings of the handler of a data source."""
     return settings if source == ANY_SOURCE else settings.model_copy(update={"runner": settings.runner.of_handler(source)})
 
 

@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -46,20 +46,10 @@ _SESSION: dict[str, object] = {
     "tcp_user_timeout": _CONNECTION["tcp_user_timeout"],
 }
 """Parameters that PostgreSQL keeps for a session, where `options` of its URL has no others."""
+TransactionRetries = Callable[[Callable[[], Any]], Any]
+"""Function that does work, may repeat it while a database is away, and returns what the work returns."""
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class TransactionRetries(Protocol):
-    """Function that does work, and may repeat it while a database is away."""
-
-    def __call__(self, work: Callable[[], T], /) -> T:
-        """Return what the work returns."""
-        ...
-
-
-def _once(work: Callable[[], T], /) -> T:
-    return work()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +82,7 @@ class Database:
         self.engine = sa.create_engine(url, pool_pre_ping=True)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         self._owner = owner
-        self.retries: TransactionRetries = _once
+        self.retries: TransactionRetries = lambda work: work()
         """Beginnings of transactions go through this, and methods that are `repeated`."""
         if self.is_sqlite:
             if url.database not in {None, "", ":memory:"} and "uri" not in url.query:
@@ -111,25 +101,33 @@ class Database:
             self.engine.dispose()
             raise
 
-    @contextmanager
-    def transaction(self) -> Generator[sa.Connection]:
+    def transaction(self) -> AbstractContextManager[sa.Connection]:
         """Run one transaction: all of it happens, or nothing.
 
         Raises:
             SpangradError: the owner's: the database failed. The commit may have happened: check before repeating it.
         """
-        with self.translated(), self.retries(lambda: self._open(self.engine)) as connection, _ended(connection):
-            yield connection
+        return self._within(self.engine)
 
-    @contextmanager
-    def reading(self) -> Generator[sa.Connection]:
+    def reading(self) -> AbstractContextManager[sa.Connection]:
         """Open a connection that only reads, beside a transaction: all its statements see the rows of the moment of the first.
 
         Raises:
             SpangradError: the owner's: the database failed.
         """
-        with self.translated(), self.retries(lambda: self._open(self._reader)) as connection, _ended(connection):
-            yield connection
+        return self._within(self._reader)
+
+    @contextmanager
+    def _within(self, engine: sa.Engine) -> Generator[sa.Connection]:
+        """Commit a transaction at the end of the block, or roll it back when the block fails."""
+        connection: sa.Connection
+        with self.translated(), self.retries(lambda: self._open(engine)) as connection:
+            try:
+                yield connection
+            except BaseException:
+                connection.rollback()
+                raise
+            connection.commit()
 
     def close(self) -> None:
         """Close its connections."""
@@ -189,17 +187,6 @@ def insert_new(transaction: sa.Connection, table: sa.Table, rows: Sequence[Mappi
     if rows:
         dialect = sqlite if transaction.dialect.name == "sqlite" else postgresql
         transaction.execute(dialect.insert(table).on_conflict_do_nothing(), rows)
-
-
-@contextmanager
-def _ended(connection: sa.Connection) -> Generator[None]:
-    """Commit the connection's transaction, or roll it back when the block fails."""
-    try:
-        yield
-    except BaseException:
-        connection.rollback()
-        raise
-    connection.commit()
 
 
 def _schema_version(tables: sa.MetaData) -> str:

@@ -75,11 +75,7 @@ class CallbackRefusedError(ValueError):
 
 
 def require_allowed(url: str, hosts: Collection[str]) -> None:
-    """Check that a URL may be called back.
-
-    Args:
-        url: URL that trajectories are to be posted to.
-        hosts: values of queue.callback_hosts.
+    """Check that a URL may be called back, by queue.callback_hosts.
 
     Raises:
         CallbackRefusedError: it is malformed, or its host is not allowed.
@@ -106,14 +102,7 @@ class Callbacks:
         settings: QueueSettings,
         trajectories: Callable[[str, Sequence[str], float, Callable[[], bool]], AsyncGenerator[Trajectory]],
     ) -> None:
-        """Store the arguments; `resume` begins.
-
-        Args:
-            service: the queue.
-            settings: allowed hosts, and the token that signs.
-            trajectories: yields the trajectories of rollouts of a run as they are ready, for so many seconds at most; it waits for none
-                once the function returns True.
-        """
+        """Store the arguments, of which the last is `Processing.trajectories`; `resume` begins."""
         self._service = service
         self._hosts = settings.callback_hosts
         self._token = settings.token.get_secret_value() if settings.token else None

@@ -53,7 +53,6 @@ class BuildNotifier:
     """Wakes tasks when builds arrive in the store, by one thread for all of them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start nothing yet; within a running event loop."""
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
@@ -98,7 +97,6 @@ class ObservedEnds:
     """Times at which rollouts were first seen to have ended, of the last hour."""
 
     def __init__(self) -> None:
-        """Know no rollout."""
         self._times = OrderedDict[str, float]()  # a dict finds its first entry slowly once many before it were deleted
         """Monotonic time by rollout, oldest first."""
 

@@ -23,7 +23,6 @@ class ProcessRoutes:
     """Handlers of the routes."""
 
     def __init__(self, processing: Processing) -> None:
-        """Answer requests from the service."""
         self._processing = processing
         self._decoder = msgspec.json.Decoder(ProcessRequest)
 
@@ -78,7 +77,6 @@ class ProcessRoutes:
         return await self._answer(request, run, ids, query.wait)
 
     async def _answer(self, request: web.Request, run_id: str, ids: Sequence[str], wait_seconds: float) -> web.StreamResponse:
-        """Wait for rollouts, and answer with their trajectories."""
         trajectories = self._processing.trajectories(run_id, ids, wait_seconds, lambda: request.transport is None)
         try:
             if LINES in request.headers.get("Accept", ""):

@@ -38,7 +38,6 @@ class TaskDemands:
     """Enqueues what is demanded of stored tasks."""
 
     def __init__(self, service: Service) -> None:
-        """Start nothing yet; within a running event loop."""
         self._service = service
         self._data = TaskData(service)
         self._changed = asyncio.Event()

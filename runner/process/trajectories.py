@@ -53,14 +53,7 @@ class BuiltTrajectory:
 
 
 def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
-    """Return the newest build of each rollout that has one.
-
-    Args:
-        client: client of the store.
-        url: address of the store, for errors.
-        run_id: run of the rollouts.
-        spec: build specification.
-        rollouts: ids of rollouts.
+    """Return the newest build, by a build specification, of each rollout of a run that has one; the store's URL is for errors.
 
     Raises:
         StoreError: the store does not answer, or fails.

@@ -199,7 +199,6 @@ class QueueClient(AsyncClient):
         return await self.ask("PUT", f"/v1/runs/{quote(run_id, safe='')}/demand", DemandState, branch_demand)
 
     async def _change(self, path: str, kind: type[T], body: msgspec.Struct) -> T:
-        """Send a request that consists of a body alone."""
         return await self.ask("POST", path, kind, body)
 
 
@@ -232,7 +231,6 @@ class LeaseHeartbeats:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        """Start the heartbeats."""
         beating = beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew)
         self._tasks = [asyncio.create_task(beating, name="queue heartbeat"), asyncio.create_task(self._watch(), name="queue stops")]
         return self

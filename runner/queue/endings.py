@@ -118,7 +118,6 @@ def close_endings(transaction: sa.Connection, closed: ClosedEndings) -> ClosedEn
 
 
 def _cancel_groups(transaction: sa.Connection, which: sa.ColumnElement[bool]) -> None:
-    """Mark groups as cancelled, and count those that were not."""
     marked = GROUPS.update().where(which, GROUPS.c.cancelled.is_(False)).values(cancelled=True).returning(GROUPS.c.run_id, GROUPS.c.mode)
     for (run_id, mode), count in Counter(map(tuple, transaction.execute(marked))).items():
         same = (GROUP_COUNTS.c.run_id == run_id, GROUP_COUNTS.c.mode == mode)
@@ -170,7 +169,6 @@ def _receipt(
 
 
 def _is_recorded(ending: Ending, row: Mapping[str, Any]) -> bool:
-    """Return whether a row of ATTEMPTS records this very ending."""
     if ending.reason in {AttemptFailure.LOST, AttemptFailure.RELEASED}:
         return row["reason"] == ending.reason
     facts = (ending.reason, ending.detail, _json(ending.rewards), ending.calls, ending.seconds)
@@ -216,7 +214,6 @@ _COPIED = ["rollout_id", "attempt", "worker", "began_at", "ended_at", "reason", 
 
 
 def _copies(which: sa.ColumnElement[bool], wall: float) -> sa.Select[Any]:
-    """Select rows of ATTEMPTS for the running attempts that are cancelled."""
     constants = (AttemptFailure.CANCELLED.value, "the rollout was cancelled", RolloutState.CANCELLED.value)
     return sa.select(
         *[ROLLOUTS.c[name] for name in ("rollout_id", "attempt", "worker", "began_at")],

@@ -31,11 +31,9 @@ class RunningAttempts:
         self._running: dict[AttemptKey, Running] = {}
 
     def __len__(self) -> int:
-        """Return their number."""
         return len(self._running)
 
     def __contains__(self, key: AttemptKey) -> bool:
-        """Return whether an attempt is running."""
         return key in self._running
 
     def sweeps(self) -> AsyncIterator[None]:

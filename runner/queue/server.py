@@ -127,7 +127,6 @@ class QueueRoutes:
     """HTTP handlers of requests with a path and a query."""
 
     def __init__(self, service: Service) -> None:
-        """Answer requests from the service."""
         self._service = service
         self.task_data = TaskData(service)
 

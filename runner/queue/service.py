@@ -76,13 +76,7 @@ class Service:
     """Operations of the queue, without HTTP."""
 
     def __init__(self, database: QueueDatabase, defaults: Defaults, gateway: GatewayOrders | None = None) -> None:
-        """Restore the running attempts from the database; within a running event loop.
-
-        Args:
-            database: rows of the queue.
-            defaults: values that requests leave out.
-            gateway: ends the calls of attempts that failed. None: their calls go on until their agents stop.
-        """
+        """Restore the running attempts from the database, in a running event loop; without a gateway, calls of failed attempts go on."""
         self._gateway = gateway
         self.database = database
         self._defaults = defaults

@@ -41,7 +41,6 @@ class StoppedAttempts:
     """Attempts that the queue ended, in order, and the workers that wait for the next one; within one event loop."""
 
     def __init__(self) -> None:
-        """Start without attempts."""
         self._stops: deque[tuple[int, str, AttemptKey]] = deque(maxlen=STOPS_KEPT)
         # Workers keep their position when the server is started again: its numbers go on from later ones.
         self._next = time.time_ns()
@@ -74,7 +73,6 @@ class GatewayOrders:
     """Orders to the gateway to end attempts: their calls in flight are cut, and later ones refused."""
 
     def __init__(self, url: str, token: SecretStr | None) -> None:
-        """Store the arguments; the first order connects."""
         self._client = AsyncClient(gateway_service(url, token), seconds=_ORDER_SECONDS)
         self._waiting: deque[ClosedAttempt] = deque(maxlen=CLOSINGS_KEPT)
         self._arrived = asyncio.Event()

@@ -24,22 +24,11 @@ class RewardClient(AsyncClient):
     """Connections to one reward service; an async context manager."""
 
     def __init__(self, url: str, token: SecretStr | None) -> None:
-        """Store the arguments; the first request connects.
-
-        Args:
-            url: address that requests are posted to.
-            token: bearer token. None: the service asks for none.
-        """
         self._url = without_userinfo(url)
         super().__init__(RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`."))
 
     async def evaluate(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
-        """Return the rewards of an attempt, or its failure; retry for at most `seconds`.
-
-        Args:
-            body: rollout_id, attempt, task_id, input, output, environment.
-            seconds: time limit of all tries together.
-        """
+        """Return the rewards of an attempt, or its failure; all tries together take at most `seconds`."""
         try:
             content = await self.send("POST", "", json.dumps(body).encode(), within_seconds=seconds)
         except RequestError as failure:

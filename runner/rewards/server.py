@@ -73,7 +73,6 @@ class EvaluatorRoutes:
     """Runs an evaluator, a bounded number of times at once."""
 
     def __init__(self, evaluator: Callable[..., Any], concurrency: int) -> None:
-        """Allow at most `concurrency` evaluations at once."""
         self._evaluator = evaluator
         self._most = concurrency
         self._running = 0

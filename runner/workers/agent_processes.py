@@ -248,7 +248,6 @@ def _open_pipe(reader: ExitStack, writer: ExitStack) -> tuple[BinaryIO, BinaryIO
 
 
 def _start_error(error: OSError | subprocess.SubprocessError, interpreter: str) -> AgentError:
-    """Return the error of a process that could not be started."""
     if isinstance(error, OSError) and error.errno in _SCARCE:
         remedy = "Raise the limits of open files, processes and memory, or lower runner.workers"
         return _PassingStartError(f"the agent's process cannot be started: {error.strerror}. {remedy}.")

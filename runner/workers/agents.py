@@ -176,12 +176,8 @@ def agent_environment(environ: Mapping[str, str], settings: Settings, agent: Age
     """Build the environment variables of an agent's process: the runner's own, with the addresses of policy, store and prompts.
 
     It gets the tokens of agents, and none of the variables that set the servers': code of a model that reads its environment can call
-    models, send spans and act in the remote sandbox of its tools, no more.
-
-    Args:
-        environ: the runner's own environment.
-        settings: addresses of gateway, engine and store.
-        agent: its name is the `service.name` of its spans, unless the environment sets another one.
+    models, send spans and act in the remote sandbox of its tools, no more. The agent's name is the `service.name` of its spans, unless
+    `environ`, the runner's own environment, sets another one.
     """
     variables = {name: value for name, value in without_secrets(environ).items() if name not in _NOT_FOR_HOSTS}
     if _TOOLS_TOKEN in environ:
@@ -220,7 +216,6 @@ def initialises(spec: AgentSpec) -> bool:
 
 
 def _stages(spec: AgentSpec) -> list[str]:
-    """Return the arguments for the stages before and after the agent's run."""
     arguments: list[str] = []
     if spec.evaluator:
         arguments += ["--outputs"] if is_service(spec.evaluator) else ["--evaluator", spec.evaluator]

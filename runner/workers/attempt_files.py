@@ -35,7 +35,6 @@ class HostLog:
     """Part of a log file that one process has written."""
 
     def __init__(self, file: Path) -> None:
-        """Create the directory of the file."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self.file = file
         self._start = file.stat().st_size if file.exists() else 0

@@ -154,10 +154,7 @@ class Attempts:
         self, pool: HostPool, run: RunServices, settings: RunnerSettings, services: AttemptServices, sandbox: SandboxFacts
     ) -> None:
         self._pool = pool
-        self._gateway = run.gateway
-        self._roots = run.roots
-        self._files = run.files
-        self._lost = run.lost
+        self._run = run
         self._settings = settings
         self._services = services
         self._sandbox = sandbox
@@ -182,19 +179,17 @@ class Attempts:
     async def make(self, state: LeasedAttempt, broken: Callable[[SpangradError], None]) -> None:
         """Run an attempt, until its root span is closed and its state says how it ended.
 
-        Args:
-            state: the attempt.
-            broken: called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
+        `broken` is called when it cannot go on for a reason outside of the attempt; it then waits to be stopped.
         """
         lease, stop, answer = state.lease, state.stop, state.answer
-        self._roots.claim(lease.rollout_id, lease.attempt)
+        self._run.roots.claim(lease.rollout_id, lease.attempt)
         try:
             with state.entry:
                 answer = await self._run_stages(state)
             if answer.failure is AttemptFailure.NO_REWARD and self._services.by_rules:
                 answer = replace(answer, rewards={}, failure=None, detail="")
             answer = self._with_reward(await self._counted(state, answer))
-            await self._lost.close_before(lease)
+            await self._run.lost.close_before(lease)
         except StoppedError:
             pass
         except SpangradError as error:
@@ -206,9 +201,9 @@ class Attempts:
         state.answer = answer = answer.storable()
         state.final = reason.final if reason is not None else answer.failure is None or answer.rewards is not None or lease.last
         state.reported = reason is not None and reason.reported
-        log = self._files.tail(lease.rollout_id, lease.attempt)
-        span = state.span or self._roots.open(state.rollout, self._sandbox)
-        self._roots.close(span, answer, state.calls, state.clock.times, final=state.final, log=log)
+        log = self._run.files.tail(lease.rollout_id, lease.attempt)
+        span = state.span or self._run.roots.open(state.rollout, self._sandbox)
+        self._run.roots.close(span, answer, state.calls, state.clock.times, final=state.final, log=log)
 
     async def _run_stages(self, state: LeasedAttempt) -> AttemptOutcome:
         """Run all stages, with or without a leased environment, unless the task demands a stronger sandbox than this worker's."""
@@ -233,7 +228,6 @@ class Attempts:
 
     @asynccontextmanager
     async def _leased(self, state: LeasedAttempt, environments: EnvironmentClient) -> AsyncGenerator[LeasedInstance]:
-        """Lease an environment of a service, for as long as the block."""
         stop, key = state.stop, state.rollout.key
         with await stop.first(self._ahead.take()) as ahead:
             with await stop.first(self._initialising.take()):
@@ -249,7 +243,6 @@ class Attempts:
                 environments.release(instance)
 
     async def _hosted(self, state: LeasedAttempt) -> AttemptOutcome:
-        """Run the stages in an agent host."""
         host = await state.stop.first(self._pool.take())
         slot = Slot(lambda: self._pool.free(host))
         try:
@@ -309,19 +302,18 @@ class Attempts:
     @asynccontextmanager
     async def _stage(self, state: LeasedAttempt, stage: Stage, seconds: float) -> AsyncGenerator[None]:
         """Announce a stage and its time limit to the gateway, and measure the stage for as long as the block."""
-        if self._gateway is not None:
+        if self._run.gateway is not None:
             key = state.rollout.key
             started = StartedStage(rollout_id=key.rollout_id, attempt=key.attempt, stage=stage, seconds=seconds)
-            await state.stop.first(self._gateway.start_stage(started))
+            await state.stop.first(self._run.gateway.start_stage(started))
         with state.clock.counting(stage):
             yield
 
     async def _begin(self, state: LeasedAttempt) -> None:
-        """Open the root span, and announce the attempt to the gateway."""
         state.calls = None
-        state.span = self._roots.open(state.rollout, self._sandbox)
+        state.span = self._run.roots.open(state.rollout, self._sandbox)
         state.propagation = carrier(state.span)
-        if self._gateway is not None:
+        if self._run.gateway is not None:
             key, lease = state.rollout.key, state.lease
             attempt = AnnouncedAttempt(
                 rollout_id=key.rollout_id,
@@ -332,13 +324,13 @@ class Attempts:
                 limits=lease.limits.within(self._limits),
                 sampling=lease.sampling,
             )
-            await self._gateway.announce(attempt)
+            await self._run.gateway.announce(attempt)
 
     async def _counted(self, state: LeasedAttempt, answer: AttemptOutcome) -> AttemptOutcome:
         """Return the answer after the gateway has counted the calls; it is a failure if the count is needed and unknown."""
-        if self._gateway is None or state.stop.requested.done():
+        if self._run.gateway is None or state.stop.requested.done():
             return answer
-        counted = await self._gateway.calls(state.rollout.key)
+        counted = await self._run.gateway.calls(state.rollout.key)
         state.calls = counted and counted.calls
         if counted is None:
             if answer.failure is None or self._settings.failure_rewards.of(answer.failure) is not None:
@@ -361,8 +353,8 @@ class Attempts:
             input=state.rollout.task.input,
             traceparent=state.propagation["traceparent"],
             baggage=state.propagation["baggage"],
-            endpoint=self._gateway.endpoint(key) if self._gateway is not None else None,
-            log=self._files.directory(key.rollout_id, key.attempt),
+            endpoint=self._run.gateway.endpoint(key) if self._run.gateway is not None else None,
+            log=self._run.files.directory(key.rollout_id, key.attempt),
             environment=state.instance.environment if state.instance is not None else None,
             image=state.lease.image or None,
         )

@@ -6,7 +6,9 @@ Invariant: a gateway that is away for a moment is waited for; one that stays awa
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -47,8 +49,8 @@ class GatewayClient(AsyncClient):
     def __init__(self, url: str, token: SecretStr | None) -> None:
         self._url = url.rstrip("/")
         super().__init__(gateway_service(self._url, token, _RETRY_SECONDS), seconds=_REQUEST_SECONDS)
-        self._announcing = Batches(self._announce)
-        self._starting = Batches(self._start)
+        self._announcing = Batches[AnnouncedAttempt, None](partial(self._post, "/attempts", AnnouncementRequest))
+        self._starting = Batches[StartedStage, None](partial(self._post, "/attempts/stages", StageRequest))
         self._counting = Batches(self._count)
 
     async def require_ready(self) -> None:
@@ -106,13 +108,9 @@ class GatewayClient(AsyncClient):
             return None
         return counted
 
-    async def _announce(self, attempts: Sequence[AnnouncedAttempt]) -> Sequence[None]:
-        await self.ask("POST", "/attempts", bytes, AnnouncementRequest(attempts=list(attempts)))
+    async def _post(self, path: str, kind: Callable[..., msgspec.Struct], attempts: Sequence[Any]) -> Sequence[None]:
+        await self.ask("POST", path, bytes, kind(attempts=list(attempts)))
         return [None] * len(attempts)
-
-    async def _start(self, stages: Sequence[StartedStage]) -> Sequence[None]:
-        await self.ask("POST", "/attempts/stages", bytes, StageRequest(attempts=list(stages)))
-        return [None] * len(stages)
 
     async def _count(self, keys: Sequence[RolloutKey], *, wait: bool = False) -> Sequence[CountedAttempt]:
         request = CountRequest(attempts=[AttemptKey(key.rollout_id, key.attempt) for key in keys], wait=wait)

@@ -44,7 +44,6 @@ class Hosted:
     """An attempt in a host; an async context manager. Sets the host's `retired` when the host died or hangs."""
 
     def __init__(self, host: AgentHost, job: Job, ends: Ends) -> None:
-        """Store the arguments; the first `go` begins the attempt."""
         self._host = host
         self._job = job
         self._ends = ends

@@ -72,7 +72,6 @@ class _EncodedSpans(LosslessQueue[bytes]):
     _scope = otlp.scope(semconv.RUNNER_SCOPE)
 
     def encode(self, spans: Sequence[bytes]) -> Iterator[tuple[bytes, int]]:
-        """Yield one body."""
         yield otlp.request(self._resource, self._scope, spans), len(spans)
 
 
@@ -80,7 +79,6 @@ class RootSpans:
     """Root spans of one process, and their exporter."""
 
     def __init__(self, store: StoreSettings) -> None:
-        """Send the spans to this store."""
         self._store = store
         self._sending = _EncodedSpans(traces_url(store.otlp_endpoint), bearer(store.token))
         self._claims: OrderedDict[tuple[str, int], None] = OrderedDict()
@@ -96,13 +94,7 @@ class RootSpans:
         return True
 
     def open(self, rollout: Rollout, sandbox: SandboxFacts = UNCONFINED, began: int | None = None) -> RootSpan:
-        """Begin the root span of an attempt: a trace of its own, independent of the caller's span.
-
-        Args:
-            rollout: identity of the attempt.
-            sandbox: sandbox that its program runs in.
-            began: time in nanoseconds since 1970. None: now.
-        """
+        """Begin the root span of an attempt, at a time in nanoseconds since 1970 or now: a trace of its own, whatever the caller's span."""
         key = "\0".join((rollout.key.run_id, rollout.key.rollout_id, str(rollout.key.attempt)))
         ids = otlp.SpanIds(hashlib.sha256(f"trace of {key}".encode()).digest()[:16], _span_id(key))
         return RootSpan(rollout, ids, time.time_ns() if began is None else began, sandbox=sandbox)

@@ -38,13 +38,7 @@ _GATHER_SECONDS = 0.2
 
 
 async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: asyncio.Event, ready: Callable[[], object]) -> None:
-    """Work until `ending` is set, then drain; if it is set before the worker is ready, end at once.
-
-    Args:
-        settings: addresses of store, gateway and queue, and the run.
-        agent: the agent to run, or agents by data source.
-        ending: event that ends the work.
-        ready: called when the agent is loaded.
+    """Work until `ending` is set, then drain; if it is set before `ready` is called, since the agent is loaded, end at once.
 
     Raises:
         SpangradError: the store, the gateway, the queue or the agent is away for too long; all leases have been released.

@@ -21,7 +21,6 @@ class Slot:
     """One taken slot; a context manager that frees it."""
 
     def __init__(self, free: Callable[[], object]) -> None:
-        """Keep `free`, which makes the slot available to another attempt."""
         self._free = free
         self.freed = False
 
