@@ -195,7 +195,7 @@ def metrics_page() -> Iterator[str]:
     service: Any = SimpleNamespace(
         ended=Counter[str](),
         in_flight=0,
-        writer=SimpleNamespace(tally=SimpleNamespace(transactions=0, requests=0, seconds=0.0)),
+        writer=SimpleNamespace(transactions=0, requests=0, seconds=0.0),
     )
     pool: Any = SimpleNamespace(statuses=list, waiting=0, counts=Counter[str]())
     sessions = SessionsNow(sessions=0, capacity=0, shards=0, restarts=0, ends=Counter())

@@ -175,14 +175,9 @@ class Callbacks:
                 await asyncio.sleep(_PAUSES[0])
 
     async def _post_ready(self, run_id: str, rollouts: Sequence[str], url: str, seconds: float, refusals: dict[str, _Refusal]) -> None:
-        """Post the trajectories of rollouts as they are ready, one after the other, each once.
+        """Post the trajectories of rollouts as they are ready, one after the other, each once; keep `refusals`, by rollout, up to date.
 
-        Args:
-            run_id: run of the rollouts.
-            rollouts: their ids.
-            url: address that they are posted to.
-            seconds: longest wait for those that are not ready, in seconds; once one is refused they are not waited for.
-            refusals: refusals by rollout, kept up to date.
+        Those that are not ready are waited for as many seconds at most, and no longer once one is refused.
         """
         refused: list[str] = []
         async with aclosing(self._trajectories(run_id, rollouts, seconds, lambda: bool(refused))) as trajectories:

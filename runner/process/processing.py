@@ -184,13 +184,9 @@ class Processing:
     async def trajectories(
         self, run_id: str, rollouts: Sequence[str], seconds: float, is_over: Callable[[], bool]
     ) -> AsyncGenerator[Trajectory]:
-        """Yield the trajectories of rollouts as they are ready.
+        """Yield the trajectories of rollouts of a run as they are ready.
 
-        Args:
-            run_id: run of the rollouts.
-            rollouts: their ids.
-            seconds: longest wait, in seconds.
-            is_over: returns True once those that are not ready are waited for no longer, as where the client has left.
+        They are waited for as many seconds at most, and no longer once `is_over` returns True, as where the client has left.
 
         Raises:
             StoreError: the store does not answer, or fails.

@@ -46,12 +46,13 @@ class Endings:
                 results.append(_receipt(ending.key, row, recorded_row, ending))
                 continue
             row["state"], row["attempts_left"] = self._next_state(ending, row)
-            row["ended"], row["ended_at"] = (self._number(), wall) if row["state"] not in OPEN else (None, None)
+            row["ended"], row["ended_at"] = (self._next, wall) if row["state"] not in OPEN else (None, None)
             updates.append({f"the_{name}": row[name] for name in ("seq", "state", "attempts_left", "ended", "ended_at")})
             recorded[ending.key] = attempt = _attempt_row(ending, row, wall)
             new.append(attempt)
             results.append(AttemptReceipt(rollout_id=ending.rollout_id, attempt=ending.attempt, state=RolloutState(row["state"])))
             if row["ended"] is not None:
+                self._next += 1
                 ended[row["run_id"], row["state"]] += 1
         if updates:
             transaction.execute(_UPDATE, updates)
@@ -103,10 +104,6 @@ class Endings:
         if ending.reason is AttemptFailure.RELEASED:
             return RolloutState.QUEUED.value, left + 1
         return (RolloutState.QUEUED if ending.retry and left > 0 else RolloutState.DEAD).value, left
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
 
 
 def close_endings(transaction: sa.Connection, closed: ClosedEndings) -> ClosedEndings:

@@ -113,7 +113,7 @@ def enqueue(transaction: sa.Connection, run_id: str, rollouts: Sequence[NewRollo
                 },
             )
     if new:
-        transaction.execute(_INSERT, list(new.values()))
+        transaction.execute(ROLLOUTS.insert(), list(new.values()))
         insert_new(transaction, RUNS, [{"run_id": run_id}])
         add_counts(transaction, run_id, {"rollouts": len(new)})
         _add_groups(transaction, run_id, {(str(row["group_id"]), str(row["mode"])) for row in new.values()})
@@ -145,7 +145,7 @@ def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float) 
     clocks = {"boot": this_boot(), "began": time.monotonic(), "began_at": time.time()}
     facts = {"worker": request.worker, "lease_seconds": seconds, **clocks}
     values = {"run": request.run_id, "count": request.count, **{f"the_{name}": value for name, value in facts.items()}}
-    rows = sorted(transaction.execute(HAND_OUT, values), key=_order)
+    rows: Sequence[Any] = transaction.execute(HAND_OUT, values).all()
     return [
         RolloutLease(
             **task_facts(row),
@@ -157,7 +157,7 @@ def hand_out(transaction: sa.Connection, request: LeaseRequest, seconds: float) 
             limits=msgspec.json.decode(row.limits, type=CallLimits) if row.limits else NO_LIMITS,
             image=row.image or "",
         )
-        for row in rows
+        for row in sorted(rows, key=lambda row: (-row.priority, row.seq))
     ]
 
 
@@ -264,10 +264,6 @@ def chunks(ids: Sequence[str]) -> Iterable[Sequence[str]]:
     return (ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK))
 
 
-def _order(row: sa.Row[Any]) -> tuple[int, int]:
-    return -row.priority, row.seq
-
-
 def _with_last(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[QueuedRollout]:
     last = {row.rollout_id: row.attempt for row in rows}
     attempts: dict[str, AttemptRecord] = {}
@@ -345,7 +341,6 @@ def _attempt(row: sa.RowMapping) -> AttemptRecord:
     return msgspec.convert({**facts, "rewards": row["rewards"] and json.loads(row["rewards"])}, AttemptRecord)
 
 
-_INSERT = ROLLOUTS.insert()
 NEWEST_END = (
     sa.select(sa.func.max(ROLLOUTS.c.ended)).where(ROLLOUTS.c.ended.is_not(None), ROLLOUTS.c.run_id == RUNS.c.run_id).scalar_subquery()
 )

@@ -14,7 +14,7 @@ import subprocess
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -50,26 +50,19 @@ class _PassingStartError(AgentError):
     """A signal ended the process before the agent was loaded, or it found no resources to start. The next process may live."""
 
 
+@dataclass(eq=False)
 class AgentHost:
     """One process, and its jobs without an answer."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        jobs: asyncio.WriteTransport,
-        answers: asyncio.StreamReader,
-        pipe: asyncio.ReadTransport,
-        log: HostLog,
-        mark: str,
-        spec: AgentSpec,
-    ) -> None:
-        self._process = process
-        self._jobs = jobs
-        self._answers = answers
-        self._pipe = pipe
-        self._log = log
-        self._mark = mark
-        self._spec = spec
+    _process: asyncio.subprocess.Process
+    _jobs: asyncio.WriteTransport
+    _answers: asyncio.StreamReader
+    _pipe: asyncio.ReadTransport
+    _log: HostLog
+    _mark: str
+    _spec: AgentSpec
+
+    def __post_init__(self) -> None:
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self.stage_callbacks: dict[str, Callable[[str], None]] = {}
         """Callbacks by job id: called with the name of the next stage when a stage of the attempt is over."""

@@ -110,16 +110,10 @@ class RootSpans:
         log: str = "",
         ended: int | None = None,
     ) -> None:
-        """Write the result of an attempt to its root span, and its stages as children, and end it.
+        """Write the result of an attempt to its root span, and its stages as children; end it at a time in nanoseconds since 1970, or now.
 
-        Args:
-            span: root span of the attempt.
-            answer: rewards, or a failure.
-            calls: policy calls that the gateway answered. None: they were not counted.
-            stages: times of the stages that the attempt reached.
-            final: True if no other attempt follows.
-            log: end of what the attempt printed; empty if it printed nothing.
-            ended: time in nanoseconds since 1970. None: now.
+        `calls` are those that the gateway answered, None if they were not counted; `log` is the end of what the attempt printed; after
+        one that is `final` no other attempt follows.
         """
         rollout = span.rollout
         ended = max(time.time_ns() if ended is None else ended, span.began)  # the clock may have been moved back meanwhile

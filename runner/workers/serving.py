@@ -38,22 +38,18 @@ _GATHER_SECONDS = 0.2
 
 
 async def serve(settings: Settings, agent: AgentSpec | AgentsBySource, ending: asyncio.Event, ready: Callable[[], object]) -> None:
-    """Work until `ending` is set, then drain; if it is set before `ready` is called, since the agent is loaded, end at once.
+    """Work until `ending` is set, then drain; end at once if that is before `ready`, which is called when the agent is loaded.
 
     Raises:
         SpangradError: the store, the gateway, the queue or the agent is away for too long; all leases have been released.
     """
-
-    async def queue() -> QueueClient:
-        client = QueueClient.of(settings.queue, retry_seconds=_QUEUE_RETRY_SECONDS)
-        try:
-            await client.run(settings.runner.run_id)
-        except BaseException:
-            await client.close()
-            raise
-        return client
-
     async with AsyncExitStack() as stack:
+
+        async def queue() -> QueueClient:
+            client = await stack.enter_async_context(QueueClient.of(settings.queue, retry_seconds=_QUEUE_RETRY_SECONDS))
+            await client.run(settings.runner.run_id)
+            return client
+
         stopping = asyncio.create_task(ending.wait())
         stack.callback(stopping.cancel)
         try:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.queue.client import LeaseHeartbeats
-from runner.queue.wire import AttemptKey, AttemptReceipt, Completion, Failure, RolloutLease, RolloutState
+from runner.queue.wire import AttemptKey, AttemptReceipt, Completion, Ending, Failure, RolloutLease, RolloutState
 from runner.workers.attempts import LeasedAttempt, StopReason
 from runner.workers.handlers import Handlers
 from runner.workers.lost_attempts import rollout_of
@@ -201,12 +201,11 @@ class Worker:
         for attempt in ended:
             if attempt.answer.failure is AttemptFailure.RELEASED:
                 released.setdefault(attempt.answer.detail, []).append(attempt.lease)
-        completions = [_completion(one) for one in ended if one.answer.failure is None]
-        failures = [_failure(one) for one in ended if one.answer.failure not in {None, AttemptFailure.RELEASED}]
+        endings = [_ending(attempt) for attempt in ended if attempt.answer.failure is not AttemptFailure.RELEASED]
         results: list[AttemptReceipt] = []
-        if completions:
+        if completions := [ending for ending in endings if isinstance(ending, Completion)]:
             results += await self._queue.complete(completions)
-        if failures:
+        if failures := [ending for ending in endings if isinstance(ending, Failure)]:
             results += await self._queue.fail(failures)
         for detail, leases_back in released.items():
             results += await self._queue.release(leases_back, detail)
@@ -221,25 +220,10 @@ class Worker:
             await self._services.roots.acknowledged(self._retry_seconds)
 
 
-def _completion(ended: LeasedAttempt) -> Completion:
-    return Completion(
-        rollout_id=ended.lease.rollout_id,
-        attempt=ended.lease.attempt,
-        rewards=by_name(ended.answer.rewards) or None,
-        calls=ended.calls,
-        seconds=ended.seconds,
-    )
-
-
-def _failure(ended: LeasedAttempt) -> Failure:
-    assert ended.answer.failure is not None
-    return Failure(
-        rollout_id=ended.lease.rollout_id,
-        attempt=ended.lease.attempt,
-        reason=ended.answer.failure,
-        detail=ended.answer.detail,
-        calls=ended.calls,
-        seconds=ended.seconds,
-        rewards=by_name(ended.answer.rewards),
-        retry=ended.answer.failure is not AttemptFailure.NO_HANDLER,
-    )
+def _ending(ended: LeasedAttempt) -> Ending:
+    lease, answer, rewards = ended.lease, ended.answer, by_name(ended.answer.rewards)
+    facts: dict[str, Any] = {"rollout_id": lease.rollout_id, "attempt": lease.attempt, "calls": ended.calls, "seconds": ended.seconds}
+    if answer.failure is None:
+        return Completion(**facts, rewards=rewards or None)
+    retry = answer.failure is not AttemptFailure.NO_HANDLER
+    return Failure(**facts, rewards=rewards, reason=answer.failure, detail=answer.detail, retry=retry)
