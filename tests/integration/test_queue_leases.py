@@ -167,7 +167,7 @@ async def test_queue_restart_renews_leases_and_keeps_run_time_of_attempts(tmp_pa
 
 @pytest.mark.parametrize("timeout_seconds", [300.0, 0.1])
 async def test_queue_server_that_stalled_ends_no_attempt(tmp_path: Path, timeout_seconds: float) -> None:
-    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=0.5)) as (client, service):
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db", queue__lease_seconds=1.0)) as (client, service):
         await client.enqueue("run", new_rollouts(1, timeout_seconds=timeout_seconds))
         (lease,) = await client.lease("run", "worker")
         time.sleep(1.5)  # noqa: ASYNC251 nothing of this process runs meanwhile, as under SIGSTOP
