@@ -189,7 +189,7 @@ def metrics_page() -> Iterator[str]:
     from gateway.metrics import GatewayMetrics
     from runner.environments.server import EnvironmentMetrics
     from runner.queue.metrics import QueueMetrics
-    from runner.sessions.metrics import SessionCounts, SessionMetrics, SessionsNow
+    from runner.sessions.metrics import SessionCounts, SessionMetrics
     from transition_builder.metrics import BuilderMetrics
 
     service: Any = SimpleNamespace(
@@ -198,7 +198,6 @@ def metrics_page() -> Iterator[str]:
         writer=SimpleNamespace(transactions=0, requests=0, seconds=0.0),
     )
     pool: Any = SimpleNamespace(statuses=list, waiting=0, counts=Counter[str]())
-    sessions = SessionsNow(sessions=0, capacity=0, shards=0, restarts=0, ends=Counter())
     gateway = GatewayMetrics()  # labels show with the first event
     gateway.ended("policy", "dialect", "200", "", tokens_in=1, tokens_out=1, first_byte_seconds=1.0, seconds=1.0)
     gateway.published("policy", "ok", 1.0)
@@ -211,7 +210,7 @@ def metrics_page() -> Iterator[str]:
         ("Gateway", gateway),
         ("Queue", QueueMetrics(service)),
         ("Environments", EnvironmentMetrics(pool)),
-        ("Sessions of environments", SessionMetrics({"Game": (SessionCounts(), lambda: sessions)})),
+        ("Sessions of environments", SessionMetrics({"Game": SessionCounts()})),
         ("Builder", BuilderMetrics(lambda: {"train": (0.0, 0)})),
     ):
         yield f"## {title}"

@@ -16,7 +16,7 @@ from aiohttp import web
 from runner.environments.server import address_of
 from runner.sessions.games import Games
 from runner.sessions.messages import ErrorCode, SessionError
-from runner.sessions.metrics import SessionMetrics, SessionsNow
+from runner.sessions.metrics import SessionMetrics
 from runner.sessions.routes import SessionRoutes, refuse
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import ShardCommand, Shards
@@ -61,8 +61,7 @@ async def running(
         EnvironmentsError: an environment cannot be created.
     """
     served = {name: ServedEnvironment(settings, command, shards, capacity) for name, command in commands.items()}
-    metrics = SessionMetrics({name: (environment.table.counts, environment.now) for name, environment in served.items()})
-    routes = [metrics_route(metrics)]
+    routes = [metrics_route(SessionMetrics({name: environment.processes.counts for name, environment in served.items()}))]
     for name, environment in served.items():
         routes += [*environment.routes.below(f"/{name}"), *_health_routes(f"/{name}", [environment])]
     routes += _health_routes("", served.values())
@@ -93,11 +92,6 @@ class ServedEnvironment:
         self.table = SessionTable(self.processes, capacity, settings)
         self._spans = PlayedSpans(command.variables)
         self.routes = SessionRoutes(self.table, Games(self.table, settings, self._spans), self.processes, settings)
-
-    def now(self) -> SessionsNow:
-        """Return the state of the sessions."""
-        processes, table = self.processes, self.table
-        return SessionsNow(len(table), table.capacity, processes.serving, processes.restarts, table.ends)
 
     async def stop(self) -> None:
         """End the processes, and send the spans that are left."""
@@ -134,7 +128,7 @@ def _health_routes(prefix: str, served: Collection[ServedEnvironment]) -> list[w
     """Return the health routes below a path: environments are healthy while each has at least one process that serves."""
 
     def serves_all() -> bool:
-        return all(environment.processes.serving for environment in served)
+        return all(environment.processes.serving_processes for environment in served)
 
     async def health(request: web.Request) -> web.Response:
         return json_response({"status": "healthy" if serves_all() else "unhealthy"})

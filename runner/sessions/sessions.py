@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -18,7 +18,6 @@ import msgspec
 from runner.sessions.frames import Frame, FrameEvents, FrameKind
 from runner.sessions.instance import SessionOpening
 from runner.sessions.messages import ErrorCode, SessionError
-from runner.sessions.metrics import SessionCounts
 from runner.sessions.shards import ShardProcess, Shards
 from spangrad.leases import LeaseClock
 from spangrad.settings import EnvironmentServiceSettings
@@ -156,7 +155,7 @@ class EnvironmentSession:
                     counts.end_episode("done", *self._episode)
                     self._episode = None
         if events & FrameEvents.ERROR:
-            counts.errors += 1
+            counts.errors.inc()
 
     def _exceed(self) -> None:
         sentence = f"the environment has not answered for {self._table.operation_seconds:g} s, and is discarded. Open a new session"
@@ -179,9 +178,9 @@ class SessionTable:
         """
         self.capacity = capacity
         self.operation_seconds = settings.operation_seconds
-        self.counts = SessionCounts()
-        self.ends: Counter[str] = Counter()
-        """Sessions that were refused, and that ended, by how: refused, failed, closed, expired, lost."""
+        self.counts = shards.counts
+        self.counts.open.set_function(self.__len__)
+        self.counts.capacity.set(capacity)
         self._shards = shards
         self._settings = settings
         self._sessions: dict[int, EnvironmentSession] = {}
@@ -245,7 +244,7 @@ class SessionTable:
         self._clock.forget(session.number)
         session.shard.users.pop(session.number, None)
         session.shard.send(Frame(FrameKind.CLOSE, session.number))
-        self.ends[how] += 1
+        self.counts.ended.labels(how).inc()
         session.finish(error)
 
     async def watch(self) -> None:
@@ -266,7 +265,7 @@ class SessionTable:
     def _create(self, name: str | None, opening: SessionOpening) -> EnvironmentSession:
         shard = self._shards.least_loaded()
         if len(self._sessions) >= self.capacity or shard is None:
-            self.ends["refused"] += 1
+            self.counts.ended.labels("refused").inc()
             why = "its processes are being started" if shard is None else f"all {self.capacity} sessions are in use"
             facts = {"active_sessions": len(self._sessions), "max_sessions": self.capacity}
             raise SessionError(ErrorCode.CAPACITY_REACHED, f"{why}. Try again in a moment", **facts)

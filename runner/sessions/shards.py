@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from runner.sessions.frames import Frame, FrameKind, FrameReader
+from runner.sessions.metrics import SessionCounts
 from runner.sessions.shard import EnvironmentDescription
 from spangrad.errors import EnvironmentsError
 from spangrad.processes import dying_with_parent, kill_group
@@ -180,8 +181,8 @@ class Shards:
         self._answer_seconds = answer_seconds
         self._processes: dict[int, ShardProcess] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.restarts = 0
-        """Number of processes that have ended by themselves, or were ended because they did not answer."""
+        self.counts = SessionCounts()
+        self.counts.shards.set_function(lambda: len(self.serving_processes))
         self.description: EnvironmentDescription
 
     async def start(self) -> None:
@@ -223,11 +224,6 @@ class Shards:
         return min(self.serving_processes, key=lambda process: len(process.users), default=None)
 
     @property
-    def serving(self) -> int:
-        """Number of processes that serve."""
-        return len(self.serving_processes)
-
-    @property
     def serving_processes(self) -> list[ShardProcess]:
         """Processes that serve."""
         return [process for process in self._processes.values() if process.serves]
@@ -236,7 +232,7 @@ class Shards:
         """Start a slot's process again whenever it has ended."""
         while True:
             await process.ended
-            self.restarts += 1
+            self.counts.restarts.inc()
             await process.kill()
             log.warning("shard %d (process %d) has ended; another one is started", slot, process.pid)
             process = await self._replace(slot)

@@ -21,7 +21,7 @@ from runner.sessions.frames import Frame, FrameEvents, FrameKind, FrameReader
 from runner.sessions.games import Games
 from runner.sessions.instance import SessionInstance, SessionOpening
 from runner.sessions.messages import SessionError
-from runner.sessions.metrics import SessionMetrics, SessionsNow
+from runner.sessions.metrics import SessionCounts, SessionMetrics
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
@@ -323,6 +323,7 @@ class FakeShard:
     """A process whose environments answer when they are asked to."""
 
     def __init__(self) -> None:
+        self.counts = SessionCounts()
         self.users: dict[int, Any] = {}
         self.sent: list[Frame] = []
         self.is_slow = False
@@ -351,6 +352,11 @@ def table(shard: FakeShard, capacity: int = 2) -> tuple[SessionTable, Clock]:
     clock = Clock()
     settings = EnvironmentServiceSettings(lease_seconds=10, idle_seconds=100, operation_seconds=5)
     return SessionTable(shard, capacity, settings, clock), clock  # pyright: ignore[reportArgumentType]
+
+
+def ended_by(sessions: SessionTable, how: str) -> float | None:
+    """Return the number of sessions that ended so."""
+    return sessions.counts.registry.get_sample_value("spangrad_sessions_ended_total", {"end": how})
 
 
 def ignored(error: SessionError) -> None:
@@ -385,7 +391,7 @@ async def test_session_table_ends_idle_sessions_but_none_at_work() -> None:
     await asyncio.sleep(0)
     clock.now = 101
     sessions.sweep()
-    assert (len(sessions), ended[0].code, sessions.ends["expired"]) == (1, "SESSION_ERROR", 1)
+    assert (len(sessions), ended[0].code, ended_by(sessions, "expired")) == (1, "SESSION_ERROR", 1)
     shard.answer(busy.number)
     assert (await asking).payload == b"{}"
     with pytest.raises(SessionError, match="not used in time"):
@@ -411,7 +417,7 @@ def test_session_request_of_a_client_that_left_keeps_its_time_limit(answers: boo
         if answers:
             shard.answer(session.number)
         await asyncio.sleep(sessions.operation_seconds + 1)
-        assert (len(sessions), sessions.ends["lost"]) == ((1, 0) if answers else (0, 1))
+        assert (len(sessions), ended_by(sessions, "lost")) == ((1, 0) if answers else (0, 1))
 
     run_in_virtual_time(scenario())
 
@@ -447,7 +453,7 @@ async def test_session_table_client_that_left_while_it_opens_is_away() -> None:
         await asyncio.wait([opens])
     clock.now = 61
     sessions.sweep()
-    assert (len(sessions), sessions.ends["expired"]) == (0, 1)
+    assert (len(sessions), ended_by(sessions, "expired")) == (0, 1)
 
 
 async def test_games_role_that_is_none_opens_no_session() -> None:
@@ -475,7 +481,7 @@ async def test_session_table_lost_process_answers_requests_with_an_error() -> No
     session.lose("the process has ended")
     with pytest.raises(SessionError, match="the process has ended"):
         await asking
-    assert (sessions.ends["lost"], len(sessions)) == (1, 0)
+    assert (ended_by(sessions, "lost"), len(sessions)) == (1, 0)
 
 
 async def test_session_counts_have_lengths_and_returns_of_done_episodes() -> None:
@@ -489,15 +495,13 @@ async def test_session_counts_have_lengths_and_returns_of_done_episodes() -> Non
         shard.answer(session.number, events, reward)
         await asking
     sessions.end(session, "closed")
-    counts = sessions.counts
-    assert (counts.resets, counts.steps, dict(counts.episodes)) == (2, 2, {"done": 1, "abandoned": 1})
-    now = SessionsNow(sessions=0, capacity=2, shards=1, restarts=0, ends=sessions.ends)
-    metrics = SessionMetrics({"Adder": (counts, lambda: now)}).collect()
+    metrics = SessionMetrics({"Adder": sessions.counts}).collect()
     samples = {(sample.name, *sample.labels.values()): sample.value for metric in metrics for sample in metric.samples}
     assert samples["spangrad_sessions_episode_steps_sum", "Adder"] == 2
     assert samples["spangrad_sessions_episode_returns", "Adder"] == 1.5
     assert samples["spangrad_sessions_episode_return_bucket", "Adder", "1.0"] == 0
-    assert samples["spangrad_sessions_episodes_total", "Adder", "abandoned"] == 1
+    assert [samples["spangrad_sessions_episodes_total", "Adder", end] for end in ("done", "abandoned")] == [1, 1]
+    assert [samples[f"spangrad_sessions_{name}", "Adder"] for name in ("resets_total", "steps_total", "open", "capacity")] == [2, 2, 0, 2]
 
 
 def test_session_opening_ignores_fields_of_later_versions() -> None:
