@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from runner.sessions.game import Game
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, SessionRequest
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
@@ -26,13 +25,6 @@ class Games:
     """Games by name."""
 
     def __init__(self, table: SessionTable, settings: EnvironmentServiceSettings, spans: PlayedSpans) -> None:
-        """Begin without a game.
-
-        Args:
-            table: sessions of the server.
-            settings: times.
-            spans: source of the players' spans.
-        """
         self._table = table
         self._settings = settings
         self._games: dict[str, tuple[Game, EnvironmentSession]] = {}
@@ -79,40 +71,16 @@ class Games:
         return game
 
 
-class PlayerSpans:
-    """Spans of one player's resets and steps, each once, however often it is asked for."""
-
-    def __init__(self, spans: PlayedSpans, opening: SessionOpening, game: Game, role: str) -> None:
-        """Store the arguments.
-
-        Args:
-            spans: source of spans.
-            opening: what the player has sent with its first request.
-            game: its game.
-            role: its role.
-        """
-        self._spans, self._opening, self._game, self._role = spans, opening, game, role
-        self._kind = ""
-        """Type of the request of the span that was begun last."""
-
-    def begin(self, request: SessionRequest) -> PlayedSpan | None:
-        """Begin the span of a request. None: it has none, or belongs to no trace."""
-        if request.type not in ("reset", "step"):
-            return None
-        self._kind = request.type
-        carrier = self._opening.carrier | ({"traceparent": request.traceparent} if request.traceparent else {})
-        return self._spans.begin(request.type, carrier, {semconv.REWARD_ROLE: self._role}, rewards=not self._opening.client_rewards)
-
-    def end(self, span: PlayedSpan, payload: bytes) -> None:
-        """End a span by the response; that of a response that has one is dropped."""
-        response: Mapping[str, Any] = msgspec.json.decode(payload)
-        data = response["data"]
-        if response["type"] == "error":
-            span.end(None, "", data["message"])
-            return
-        if not self._game.is_first(self._role, self._kind, payload):
-            return
-        metadata = data["metadata"]
-        span.span.set_attribute(semconv.EPISODE_ID, metadata[EPISODE_ID])
-        observation = observation_of(data["observation"])
-        span.end(StepResult(observation, data["reward"], data["done"]), metadata.get(CONTENT) or rendered(observation))
+def end_span(span: PlayedSpan, payload: bytes, game: Game, role: str, kind: str) -> None:
+    """End the span of a player's reset or step, of this kind, by its response; that of a response that has one is dropped."""
+    response: Mapping[str, Any] = msgspec.json.decode(payload)
+    data = response["data"]
+    if response["type"] == "error":
+        span.end(None, "", data["message"])
+        return
+    if not game.is_first(role, kind, payload):
+        return
+    metadata = data["metadata"]
+    span.span.set_attribute(semconv.EPISODE_ID, metadata[EPISODE_ID])
+    observation = observation_of(data["observation"])
+    span.end(StepResult(observation, data["reward"], data["done"]), metadata.get(CONTENT) or rendered(observation))

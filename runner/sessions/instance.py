@@ -11,12 +11,20 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import msgspec
-
-from runner.sessions.frames import FrameEvents
-from runner.sessions.messages import ErrorCode, LastReset, SessionError, SessionRequest, decoded, encode, observation_message
+from runner.sessions.frames import Frame, FrameEvents, FrameKind
+from runner.sessions.messages import (
+    ErrorCode,
+    LastReset,
+    SessionError,
+    SessionOpening,
+    SessionRequest,
+    decoded,
+    encode,
+    observation_message,
+)
 from runner.sessions.step_spans import PlayedSpan, PlayedSpans
 from spangrad import semconv
 from spangrad.episode.environment import Content, Environment, StepResult, checked_result, member, rendered
@@ -31,15 +39,6 @@ _ERROR_LENGTH = 2000
 log = logging.getLogger(__name__)
 
 
-class SessionOpening(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for a session's environment."""
-
-    carrier: dict[str, str] = {}
-    """`traceparent` and `baggage` of the session's first request."""
-    client_rewards: bool = False
-    """True if the client records the rewards in its own spans."""
-
-
 @dataclass(frozen=True, slots=True)
 class Played:
     """Result of a reset or a step, and how it is shown."""
@@ -51,29 +50,11 @@ class Played:
     """Metadata of the response."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Response to a request, and what the server counts."""
-
-    payload: bytes
-    events: FrameEvents = FrameEvents.NONE
-    seconds: float = 0.0
-    """Time that the environment took."""
-    reward: float = 0.0
-
-
 class SessionInstance:
     """Environment of a session; all calls come from one thread, one after the other."""
 
-    def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call) -> None:
-        """Begin without an episode.
-
-        Args:
-            environment: object with reset and step.
-            opening: what the client has sent with its first request.
-            spans: source of spans.
-            call: calls the environment's methods.
-        """
+    def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call, number: int) -> None:
+        """Begin without an episode; `number` is that of the session, `call` calls the environment's methods."""
         self._environment = environment
         self._opening = opening
         self._spans = spans
@@ -83,12 +64,13 @@ class SessionInstance:
         """Id of the episode; empty: none has begun."""
         self._count = 0
         """Steps that were played in the episode."""
-        self._last_reset = LastReset[Answer]()
-        self._last: tuple[str | None, Answer] = (None, Answer(b""))
+        self._frame = partial(Frame, FrameKind.MESSAGE, number)
+        self._last_reset = LastReset[Frame]()
+        self._last: tuple[str | None, Frame] = (None, self._frame())
         """Name and answer of the last step."""
 
-    async def answer(self, payload: bytes) -> Answer:
-        """Apply a request."""
+    async def answer(self, payload: bytes) -> Frame:
+        """Apply a request; return its response, with what the server counts."""
         try:
             request = decoded(payload)
             match request.type:
@@ -97,65 +79,48 @@ class SessionInstance:
                 case "reset":
                     return await self._reset(request)
                 case "state":
-                    return Answer(await self._state())
+                    return self._frame(await self._state())
                 case "close":
-                    return Answer(b"", FrameEvents.CLOSED)
+                    return self._frame(b"", FrameEvents.CLOSED)
                 case _:
                     raise SessionError(ErrorCode.UNKNOWN_TYPE, f"Unknown message type: {request.type}")
         except SessionError as error:
-            return Answer(error.encode(), FrameEvents.ERROR)
+            return self._frame(error.encode(), FrameEvents.ERROR)
 
     async def close(self) -> None:
         """Release the environment."""
         if (close := getattr(self._environment, "close", None)) is not None:
             await self._call(close)
 
-    async def _reset(self, request: SessionRequest) -> Answer:
+    async def _reset(self, request: SessionRequest) -> Frame:
         if (before := self._last_reset.response_to(request)) is not None:
-            return Answer(before.payload, before.events & FrameEvents.ERROR)
+            return self._frame(before.payload, before.events & FrameEvents.ERROR)
         data = request.data or {}
         task = data["task"] if "task" in data else {name: value for name, value in data.items() if name != EPISODE_ID} or None
         episode = data.get(EPISODE_ID) or uuid.uuid4().hex
         if not isinstance(episode, str):
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid message: {EPISODE_ID} {episode!r} is no text")
-        self._episode, self._count, self._last = "", 0, (None, Answer(b""))
-        try:
-            answer = await self._begin(request, episode, task)
-        except SessionError as error:
-            answer = Answer(error.encode(), FrameEvents.ERROR)
+        self._episode, self._count, self._last = "", 0, (None, self._frame())
+        answer = await self._play(request, episode, lambda traced: self._played_reset(task, traced=traced))
+        if answer.events & FrameEvents.RESET:
+            self._episode = episode
         self._last_reset.note(request, answer)
         return answer
 
-    async def _begin(self, request: SessionRequest, episode: str, task: Any) -> Answer:
-        span = self._span("reset", request, {semconv.EPISODE_ID: episode})
-        began = time.perf_counter()
-        try:
-            played = await self._played_reset(task, traced=span is not None)
-            payload = observation_message(played.result, {EPISODE_ID: episode, **played.metadata})
-        except USER_ERRORS as error:
-            raise _failure(error, span) from error
-        if span is not None:
-            span.end(None, played.content)
-        self._episode = episode
-        return Answer(payload, FrameEvents.RESET, time.perf_counter() - began)
-
-    async def _step(self, request: SessionRequest) -> Answer:
+    async def _step(self, request: SessionRequest) -> Frame:
         if request.data is None:
             raise SessionError(ErrorCode.VALIDATION_ERROR, "Invalid message: a step needs data, the action")
         if not self._episode:
             raise SessionError(ErrorCode.SESSION_ERROR, "no episode has begun in this session. Send reset first")
         name, last = self._last
         if self._count and (request.step == self._count or (request.request_id is not None and request.request_id == name)):
-            return Answer(last.payload, last.events & FrameEvents.ERROR)
+            return self._frame(last.payload, last.events & FrameEvents.ERROR)
         if request.step is not None and request.step != self._count + 1:
             sentence = f"step {request.step} does not follow step {self._count} of episode {self._episode}"
             raise SessionError(ErrorCode.VALIDATION_ERROR, sentence)
         action = await self._action(request.data)
         self._count += 1
-        try:
-            answer = await self._play(request, action)
-        except SessionError as error:
-            answer = Answer(error.encode(), FrameEvents.STEP | FrameEvents.ERROR)
+        answer = await self._play(request, self._episode, lambda traced: self._played_step(action, traced=traced))
         self._last = (request.request_id, answer)
         return answer
 
@@ -171,23 +136,29 @@ class SessionInstance:
         except USER_ERRORS as error:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"Invalid action: {failure_text(error)}") from error
 
-    async def _play(self, request: SessionRequest, action: Any) -> Answer:
-        span = self._span("step", request, {semconv.EPISODE_ID: self._episode, semconv.EPISODE_STEP: self._count})
+    async def _play(self, request: SessionRequest, episode: str, play: Callable[[bool], Awaitable[Played]]) -> Frame:
+        """Play a reset or a step, in a span; return the answer, an error too where the environment raised."""
+        is_step = request.type == "step"
+        number = {semconv.EPISODE_STEP: self._count} if is_step else {}
+        span = self._spans.begin(request, self._opening, {semconv.EPISODE_ID: episode, **number})
         began = time.perf_counter()
         try:
-            played = await self._played_step(action, traced=span is not None)
+            played = await play(span is not None)
             result = played.result
+            named = {} if is_step else {EPISODE_ID: episode}
             info = {name: value for name, value in result.info.items() if name != CONTENT}  # clients show that to the model
-            payload = observation_message(result, {**info, **played.metadata})
+            payload = observation_message(result, {**named, **info, **played.metadata})
         except USER_ERRORS as error:
-            raise _failure(error, span) from error
+            events = FrameEvents.STEP | FrameEvents.ERROR if is_step else FrameEvents.ERROR
+            return self._frame(_failure(error, span).encode(), events)
         if span is not None:
-            span.end(result, played.content)
-        events = FrameEvents.STEP | (FrameEvents.DONE if result.done else FrameEvents.NONE)
+            span.end(result if is_step else None, played.content)
+        events = FrameEvents.STEP if is_step else FrameEvents.RESET
+        events |= FrameEvents.DONE if result.done else FrameEvents.NONE
         seconds = time.perf_counter() - began
         if result.reward is None:
-            return Answer(payload, events, seconds)
-        return Answer(payload, events | FrameEvents.REWARD, seconds, float(result.reward))
+            return self._frame(payload, events, seconds)
+        return self._frame(payload, events | FrameEvents.REWARD, seconds, float(result.reward))
 
     async def _played_reset(self, task: Any, *, traced: bool) -> Played:
         result = StepResult(await self._call(lambda: self._environment.reset(task)))
@@ -212,12 +183,6 @@ class SessionInstance:
             return encode("state", {**own, EPISODE_ID: self._episode or None, "step_count": self._count})
         except USER_ERRORS as error:
             raise _failure(error, None) from error
-
-    def _span(self, name: str, request: SessionRequest, attributes: Mapping[str, str | int]) -> PlayedSpan | None:
-        carrier = self._opening.carrier
-        if request.traceparent:
-            carrier = {**carrier, "traceparent": request.traceparent}
-        return self._spans.begin(name, carrier, attributes, rewards=not self._opening.client_rewards)
 
 
 def _failure(error: BaseException, span: PlayedSpan | None) -> SessionError:

@@ -56,6 +56,15 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Span that the step belongs to. None: that of the session's first request."""
 
 
+class SessionOpening(msgspec.Struct, frozen=True, kw_only=True):
+    """Request for a session's environment."""
+
+    carrier: dict[str, str] = {}
+    """`traceparent` and `baggage` of the session's first request."""
+    client_rewards: bool = False
+    """True if the client records the rewards in its own spans."""
+
+
 _decode = msgspec.json.Decoder(SessionRequest).decode
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.sessions.instance import Call, Played, SessionInstance, SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.instance import Call, Played, SessionInstance
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.episode.environment import (
     Environment,
@@ -39,9 +39,9 @@ class Forfeit:
 class PlayersInstance(SessionInstance):
     """Environment of a session with roles."""
 
-    def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call) -> None:
+    def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call, number: int) -> None:
         """Begin without an episode; arguments as of `SessionInstance`."""
-        super().__init__(environment, opening, spans, call)
+        super().__init__(environment, opening, spans, call, number)
         self._roles: Sequence[str] = tuple(member(environment, "roles"))
         self._acting: Sequence[str] = ()
         self._over = set[str]()

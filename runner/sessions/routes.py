@@ -14,11 +14,11 @@ import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from runner.sessions.frames import FrameEvents
-from runner.sessions.games import Games, PlayerSpans
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, decoded
+from runner.sessions.games import Games, end_span
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening, decoded
 from runner.sessions.sessions import SessionTable
 from runner.sessions.shards import Shards
+from spangrad import semconv
 from spangrad.episode.openenv_fields import EPISODE_ID, REWARDS_HEADER, ROLES
 from spangrad.http.server import BODY_BYTES, body, json_response
 from spangrad.settings import EnvironmentServiceSettings
@@ -124,7 +124,7 @@ class SessionRoutes:
         if not name:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
         game = await self._games.join(name, self._shards.description.roles, role)
-        spans, returns = PlayerSpans(self._games.spans, opening, game, role), True
+        returns = True
         try:
             while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
                 try:
@@ -136,10 +136,11 @@ class SessionRoutes:
                     returns = False
                     await connection.close()
                     return
-                span = spans.begin(request)
+                is_played = request.type in ("reset", "step")
+                span = self._games.spans.begin(request, opening, {semconv.REWARD_ROLE: role}) if is_played else None
                 payload = await game.answer(role, request)
                 if span is not None:
-                    spans.end(span, payload)
+                    end_span(span, payload, game, role, request.type)
                 await connection.send_frame(payload, WSMsgType.TEXT)
         finally:
             self._games.leave(name, game, role, returns=returns)

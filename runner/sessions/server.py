@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from aiohttp import web
 
@@ -67,7 +68,7 @@ async def running(
     routes += _health_routes("", served.values())
     if len(served) == 1:
         routes += next(iter(served.values())).routes.below("")
-    routes.append(web.route("*", "/{path:.*}", UnknownEnvironment(list(served)).refuse))
+    routes.append(web.route("*", "/{path:.*}", partial(_refuse_unknown, list(served))))
     async with AsyncExitStack() as stack:
         for environment in served.values():
             stack.push_async_callback(environment.stop)
@@ -99,29 +100,22 @@ class ServedEnvironment:
         await asyncio.to_thread(self._spans.close)
 
 
-class UnknownEnvironment:
-    """Refusal of paths that name no environment."""
-
-    def __init__(self, names: list[str]) -> None:
-        """Store the names of the environments."""
-        self._names = names
-
-    async def refuse(self, request: web.Request) -> web.StreamResponse:
-        """Answer with a sentence that lists the names, over HTTP or as a message of a session."""
-        path = request.match_info["path"]
-        name, below, rest = path.partition("/")
-        if len(self._names) == 1 and not below and name not in self._names:
-            name, rest = self._names[0], path
-        if name in self._names:
-            sentence = f"environment {name} has no path /{rest} for {request.method}. See docs/guides/environments.md"
-        else:
-            sentence = f"/{path} names no environment. This server has {', '.join(self._names)}: add /NAME to its URL"
-        if request.headers.get("Upgrade", "").lower() != "websocket":
-            return json_response({"error": sentence}, 404)
-        connection = web.WebSocketResponse(timeout=1.0)
-        await connection.prepare(request)
-        await refuse(connection, SessionError(ErrorCode.SESSION_ERROR, sentence, environments=self._names))
-        return connection
+async def _refuse_unknown(names: list[str], request: web.Request) -> web.StreamResponse:
+    """Refuse a path that names none of the environments, over HTTP or as a message of a session."""
+    path = request.match_info["path"]
+    name, below, rest = path.partition("/")
+    if len(names) == 1 and not below and name not in names:
+        name, rest = names[0], path
+    if name in names:
+        sentence = f"environment {name} has no path /{rest} for {request.method}. See docs/guides/environments.md"
+    else:
+        sentence = f"/{path} names no environment. This server has {', '.join(names)}: add /NAME to its URL"
+    if request.headers.get("Upgrade", "").lower() != "websocket":
+        return json_response({"error": sentence}, 404)
+    connection = web.WebSocketResponse(timeout=1.0)
+    await connection.prepare(request)
+    await refuse(connection, SessionError(ErrorCode.SESSION_ERROR, sentence, environments=names))
+    return connection
 
 
 def _health_routes(prefix: str, served: Collection[ServedEnvironment]) -> list[web.RouteDef]:

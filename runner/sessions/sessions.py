@@ -16,8 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from runner.sessions.frames import Frame, FrameEvents, FrameKind
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening
 from runner.sessions.shards import ShardProcess, Shards
 from spangrad.leases import LeaseClock
 from spangrad.settings import EnvironmentServiceSettings

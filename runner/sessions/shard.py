@@ -29,8 +29,8 @@ import msgspec
 import uvloop
 
 from runner.sessions.frames import Frame, FrameKind, FrameReader
-from runner.sessions.instance import Call, SessionInstance, SessionOpening, failure_text
-from runner.sessions.messages import ErrorCode, SessionError
+from runner.sessions.instance import Call, SessionInstance, failure_text
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening
 from runner.sessions.players import PlayersInstance
 from runner.sessions.step_spans import PlayedSpans
 from spangrad.callables import load
@@ -196,7 +196,8 @@ class SessionShard(asyncio.Protocol):
                 with plain_exceptions():
                     environment = created(self._factory)
                     kind = PlayersInstance if member(environment, ROLES) else SessionInstance
-                    instance = kind(environment, msgspec.json.decode(opening.payload, type=SessionOpening), self._spans, call)
+                    opened = msgspec.json.decode(opening.payload, type=SessionOpening)
+                    instance = kind(environment, opened, self._spans, call, number)
             except USER_ERRORS as error:
                 name = getattr(self._factory, "__name__", str(self._factory))
                 sentence = f"no environment can be created: {failure_text(error)}"
@@ -206,8 +207,7 @@ class SessionShard(asyncio.Protocol):
             send(Frame(FrameKind.OPEN, number))
             try:
                 while (payload := await next_request()) is not None:
-                    answer = await instance.answer(payload)
-                    send(Frame(FrameKind.MESSAGE, number, answer.payload, answer.events, answer.seconds, answer.reward))
+                    send(await instance.answer(payload))
             finally:
                 if (cancellation := self._cancellations.pop(number, None)) is not None:  # the request has ended; its close has longer
                     cancellation.cancel()

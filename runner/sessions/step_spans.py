@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from runner.sessions.messages import SessionOpening, SessionRequest
 from span_processors.export import parse_headers, tracer_provider
 from spangrad import semconv
 from spangrad.agent.propagation import context_from
@@ -63,18 +64,10 @@ class PlayedSpans:
         self._provider: TracerProvider | None = None
         self._creating = threading.Lock()
 
-    def begin(self, name: str, carrier: Mapping[str, str], attributes: Mapping[str, str | int], *, rewards: bool) -> PlayedSpan | None:
-        """Begin a span.
-
-        Args:
-            name: reset or step.
-            carrier: `traceparent` and `baggage` of the request.
-            attributes: attributes that are known.
-            rewards: True if the client does not record the rewards.
-
-        Returns:
-            None: the request belongs to no trace, or spans are sent nowhere.
-        """
+    def begin(self, request: SessionRequest, opening: SessionOpening, attributes: Mapping[str, str | int]) -> PlayedSpan | None:
+        """Begin the span of a reset or a step. None: it belongs to no trace, or spans are sent nowhere."""
+        name, rewards = request.type, not opening.client_rewards
+        carrier = {**opening.carrier, "traceparent": request.traceparent} if request.traceparent else opening.carrier
         if self._endpoint is None or "traceparent" not in carrier:
             return None
         with self._creating:  # sessions begin their first spans in threads of their own

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.sessions.game import Game
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import SessionRequest, decoded
+from runner.sessions.messages import SessionOpening, SessionRequest, decoded
 from runner.sessions.players import PlayersInstance
 from runner.sessions.shard import call_here
 from runner.sessions.step_spans import PlayedSpans
@@ -191,7 +190,7 @@ def test_served_game_of_two_with_random_interleavings_answers_all_and_adds_to_ze
     board = Board()
 
     async def scenario() -> None:
-        session = PlayersInstance(board, SessionOpening(), PlayedSpans({}), call_here)
+        session = PlayersInstance(board, SessionOpening(), PlayedSpans({}), call_here, 1)
 
         async def ask(payload: bytes) -> bytes:
             await asyncio.sleep(0.1)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.sessions.game import Game
-from runner.sessions.instance import SessionOpening
-from runner.sessions.messages import ErrorCode, SessionError, decoded
+from runner.sessions.messages import ErrorCode, SessionError, SessionOpening, decoded
 from runner.sessions.players import PlayersInstance
 from runner.sessions.shard import call_here, description_of
 from runner.sessions.step_spans import PlayedSpans
@@ -88,7 +87,7 @@ class Table:
 
 
 def game_of(table: Table) -> Game:
-    session = PlayersInstance(table, SessionOpening(), PlayedSpans({}), call_here)
+    session = PlayersInstance(table, SessionOpening(), PlayedSpans({}), call_here, 1)
 
     async def ask(payload: bytes) -> bytes:
         await asyncio.sleep(0.1)

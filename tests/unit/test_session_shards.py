@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from runner.sessions import shard as shard_module
 from runner.sessions import shards as shards_module
 from runner.sessions.frames import Frame, FrameKind, FrameReader
-from runner.sessions.instance import SessionOpening
+from runner.sessions.messages import SessionOpening
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.shard import EnvironmentDescription, SessionShard
 from runner.sessions.shards import ShardCommand, ShardProcess, Shards

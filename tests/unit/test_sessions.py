@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from runner.sessions import step_spans
 from runner.sessions.frames import Frame, FrameEvents, FrameKind, FrameReader
 from runner.sessions.games import Games
-from runner.sessions.instance import SessionInstance, SessionOpening
-from runner.sessions.messages import SessionError
+from runner.sessions.instance import SessionInstance
+from runner.sessions.messages import SessionError, SessionOpening, SessionRequest
 from runner.sessions.metrics import SessionCounts, SessionMetrics
 from runner.sessions.sessions import EnvironmentSession, SessionTable
 from runner.sessions.shard import call_here, description_of
@@ -55,7 +55,7 @@ class Adder:
 
 
 def instance(environment: object, **opening: Any) -> SessionInstance:
-    return SessionInstance(environment, SessionOpening(**opening), PlayedSpans({}), call_here)  # pyright: ignore[reportArgumentType]
+    return SessionInstance(environment, SessionOpening(**opening), PlayedSpans({}), call_here, 1)  # pyright: ignore[reportArgumentType]
 
 
 def ask(session: SessionInstance, kind: str, data: object = None, **fields: object) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def test_step_spans_carry_the_reward_of_a_step_in_one_place(client_rewards: bool
     monkeypatch.setattr(step_spans, "tracer_provider", lambda *_: provider)
     opening = SessionOpening(carrier={"traceparent": TRACEPARENT, "baggage": "spangrad.rollout.id=r1"}, client_rewards=client_rewards)
     spans = PlayedSpans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
-    session = SessionInstance(Adder(), opening, spans, call_here)
+    session = SessionInstance(Adder(), opening, spans, call_here, 1)
     ask(session, "reset", {"episode_id": "e"})
     ask(session, "step", {"value": 2}, traceparent=TRACEPARENT.replace("b7ad6b7169203331", "00000000000000aa"))
     ask(session, "step", {"value": 2}, step=1)
@@ -292,7 +292,7 @@ def test_step_spans_carry_the_reward_of_a_step_in_one_place(client_rewards: bool
 def test_step_spans_without_a_trace_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_spans, "tracer_provider", lambda *_: pytest.fail("a provider was created"))
     spans = PlayedSpans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
-    session = SessionInstance(Adder(), SessionOpening(), spans, call_here)
+    session = SessionInstance(Adder(), SessionOpening(), spans, call_here, 1)
     assert ask(session, "reset")["type"] == "observation"
 
 
@@ -308,7 +308,7 @@ def test_step_spans_that_begin_in_several_threads_have_one_provider(monkeypatch:
     spans = PlayedSpans({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"})
     with ThreadPoolExecutor(4) as threads:
         for _ in range(4):
-            threads.submit(spans.begin, "reset", {"traceparent": TRACEPARENT}, {}, rewards=True)
+            threads.submit(spans.begin, SessionRequest(type="reset", traceparent=TRACEPARENT), SessionOpening(), {})
     assert len(providers) == 1
 
 
