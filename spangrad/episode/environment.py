@@ -91,7 +91,8 @@ class EnvironmentCalls:
         self.name = type(environment).__name__
         """Name of the environment's class."""
         if not is_environment(environment):
-            raise EnvironmentsError(f"{self.name} is no environment: it lacks {_lacking(environment)}. Write reset(task) and step(action).")
+            lacking = " and ".join(name for name in ("reset", "step") if not callable(getattr(environment, name, None)))
+            raise EnvironmentsError(f"{self.name} is no environment: it lacks {lacking}. Write reset(task) and step(action).")
         self._environment = environment
         self._thread = thread or ThreadPoolExecutor(1, "environment")
 
@@ -191,11 +192,7 @@ class EnvironmentCalls:
 
 
 def checked_result(method: str, result: object) -> StepResult:
-    """Return what a step returned.
-
-    Args:
-        method: name of the method, after that of its class.
-        result: what it returned.
+    """Return what a step returned; `method` is its name, after that of its class.
 
     Raises:
         EnvironmentsError: it is no `StepResult`, or its reward is not finite, or its end a text.
@@ -213,27 +210,25 @@ def checked_result(method: str, result: object) -> StepResult:
 
 def checked_by_role(method: str, results: object, roles: Sequence[str]) -> Mapping[str, StepResult]:
     """Return what a step of several players returned, by role; arguments and errors as of `checked_result`."""
-    if not isinstance(results, Mapping) or not set(cast("Mapping[str, object]", results)) <= set(roles):
-        raise EnvironmentsError(f"{method} returned {_form(results)}. Return a StepResult by role, of {', '.join(roles)}.")
-    return {role: checked_result(method, result) for role, result in cast("Mapping[str, object]", results).items()}
+    by_role = _checked_roles(method, results, roles, "a StepResult by role")
+    return {role: checked_result(method, result) for role, result in by_role.items()}
 
 
 def checked_observations(name: str, observations: object, roles: Sequence[str]) -> Mapping[str, object]:
-    """Return what a reset of several players returned, by role.
-
-    Args:
-        name: name of the environment's class.
-        observations: what its method `reset` returned.
-        roles: roles of the environment.
+    """Return what a reset of several players returned, by role; `name` is that of the environment's class.
 
     Raises:
         EnvironmentsError: it is not by role.
     """
-    if not isinstance(observations, Mapping) or not set(cast("Mapping[str, object]", observations)) <= set(roles):
-        raise EnvironmentsError(
-            f"{name}.reset returned {_form(observations)}. Return what each role observes, by role, of {', '.join(roles)}."
-        )
-    return cast("Mapping[str, object]", observations)
+    return _checked_roles(f"{name}.reset", observations, roles, "what each role observes, by role")
+
+
+def _checked_roles(method: str, value: object, roles: Sequence[str], form: str) -> Mapping[str, object]:
+    by_role = cast("Mapping[str, object]", value) if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping) or not by_role.keys() <= set(roles):
+        returned = f"values of {', '.join(map(str, by_role))}" if by_role else type(value).__name__
+        raise EnvironmentsError(f"{method} returned {returned}. Return {form}, of {', '.join(roles)}.")
+    return by_role
 
 
 def checked_list(name: str, value: Any) -> Sequence[Any]:
@@ -250,12 +245,7 @@ def checked_list(name: str, value: Any) -> Sequence[Any]:
 
 
 def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
-    """Return the roles whose turn it is.
-
-    Args:
-        name: name of the environment's class.
-        acting: what its method `acting` returned: a role, or several.
-        roles: roles of the environment.
+    """Return the roles whose turn it is, of what the method `acting` of an environment of this class name returned: a role, or several.
 
     Raises:
         EnvironmentsError: they are no roles of it.
@@ -322,13 +312,3 @@ def _close_unused(created: Future[Environment]) -> None:
 def _are_parts(value: object) -> TypeGuard[list[dict[str, Any]]]:
     parts = cast("list[object]", value) if isinstance(value, list) else []
     return bool(parts) and all(isinstance(part, dict) and isinstance(cast("dict[str, Any]", part).get("type"), str) for part in parts)
-
-
-def _form(value: object) -> str:
-    """Return what a message says of a value that should be by role: its roles, or else its type."""
-    roles = cast("Mapping[object, object]", value) if isinstance(value, Mapping) else ()
-    return f"values of {', '.join(map(str, roles))}" if roles else type(value).__name__
-
-
-def _lacking(value: object) -> str:
-    return " and ".join(name for name in ("reset", "step") if not callable(getattr(value, name, None)))

@@ -17,7 +17,7 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -55,14 +55,6 @@ class RefusedActionError(RemoteStepError):
     """The server refused the message, since its data are no action."""
 
 
-@dataclass(frozen=True)
-class GameSeat:
-    """Seat of one player in a game that a server of `spangrad env serve` holds for several."""
-
-    game: str
-    role: str
-
-
 class OpenEnvServer:
     """A session of one of several servers."""
 
@@ -78,11 +70,10 @@ class OpenEnvServer:
             EnvironmentsError: no server gives a session, or a game is named wrongly.
         """
         self.seat = _seat_of(urls)
-        """Seat in a game. None: the session is this client's alone."""
+        """Seat in a game that the server holds for several players: `session_id` and `role`. Empty: the session is this client's alone."""
         self._urls = [url.partition("?")[0].rstrip("/") for url in urls]
         self._token = token
-        named = {"session_id": uuid.uuid4().hex} if self.seat is None else {"session_id": self.seat.game, "role": self.seat.role}
-        self._query = urlencode(named)
+        self._query = urlencode(self.seat or {"session_id": uuid.uuid4().hex})
         """Name of the session, or of the seat: the same for each connection to it."""
         self._step = 0
         self._begun: StepResult | None = None
@@ -106,7 +97,7 @@ class OpenEnvServer:
         self._step = 0
         named = {"request_id": uuid.uuid4().hex} if self._ours else {}
         result = self._result(self._ask({"type": "reset", "data": data, **named}))
-        self._begun = None if self.seat is None else result
+        self._begun = result if self.seat else None
         return result.observation
 
     def step(self, action: Any) -> StepResult:
@@ -148,8 +139,8 @@ class OpenEnvServer:
     def _system_prompt(self) -> str | None:
         if not self._ours:
             return described(self.about.get("description") or "", self._schema)
-        if self.seat is not None:
-            return self.about["system_prompts"].get(self.seat.role)
+        if self.seat:
+            return self.about["system_prompts"].get(self.seat["role"])
         return self.about.get("system_prompt")
 
     def _result(self, data: Mapping[str, Any]) -> StepResult:
@@ -232,7 +223,7 @@ class OpenEnvServer:
                 refused = EnvironmentsError(f"the environment at {url} gives no session: {response['data'].get('message')}.")
             except OSError as error:
                 code, refused = _BUSY, EnvironmentsError(f"the environment at {url} does not answer ({error}). Start it, or fix the URL.")
-            if self.seat is not None and not self._ours and code not in (_BUSY, *_FATAL):
+            if self.seat and not self._ours and code not in (_BUSY, *_FATAL):
                 raise EnvironmentsError(f"{url} is no server of `spangrad env serve`, and holds no games. Drop session_id and role.")
             # A server of another's making may refuse a state before the first reset, which is no refusal of the session.
             if code not in (_BUSY, *_FATAL) and not (code and self.seat):
@@ -276,18 +267,18 @@ class OpenEnvServer:
         return environment_service(url, self._token, _RETURN_SECONDS)
 
 
-def _seat_of(urls: Sequence[str]) -> GameSeat | None:
-    """Return the seat that a URL names.
+def _seat_of(urls: Sequence[str]) -> dict[str, str]:
+    """Return the seat that a URL names; empty: it names none.
 
     Raises:
         EnvironmentsError: a URL has other parameters, or several servers are given for one game.
     """
     queries = [urlsplit(url).query for url in urls]
     if not any(queries):
-        return None
+        return {}
     named = dict(parse_qsl(queries[0]))
     if len(urls) > 1 or set(named) != {"session_id", "role"}:
         raise EnvironmentsError(
             f"{','.join(urls)} names no seat in a game. Give one URL with the game and the role: http://HOST:PORT?session_id=GAME&role=ROLE."
         )
-    return GameSeat(named["session_id"], named["role"])
+    return named

@@ -103,7 +103,7 @@ def _create(prefix: str, urls: Sequence[str], token: str | None) -> Environment:
         from spangrad.episode.adapters.openenv_server import OpenEnvServer
 
         server = OpenEnvServer(urls, token)
-        return PlayersOfServer(server) if server.about.get(ROLES) and server.seat is None else server
+        return PlayersOfServer(server) if server.about.get(ROLES) and not server.seat else server
     if prefix == "ors+":
         from spangrad.episode.adapters.ors_server import OrsServer
 
