@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +70,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         ["path", "old", "new"],
     ),
 }
-"""Tools by name: description, properties of the arguments, and the arguments that a call must have."""
+"""Tools by the name of their method: description, properties of the arguments, and the arguments that a call must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +88,13 @@ class Toolbox:
     def __init__(
         self, sandbox: OpenSandbox, shell: ToolSession | RemoteShell, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
     ) -> None:
-        """Store the arguments.
-
-        Args:
-            sandbox: where actions happen.
-            shell: shell in it.
-            sessions: ends the interpreter, which the first call of `python` starts.
-            provider: takes the spans. None: the process's own does.
-        """
+        """`sessions` ends the interpreter, which the first call of `python` starts; `provider` takes the spans, None: the process's own."""
         self.sandbox = sandbox
         self._shell = shell
         self._sessions = sessions
         self._starting = asyncio.Lock()
         self._python: ToolSession | None = None
         self._spans = ActionSpans(sandbox.image, provider)
-        self._actions: dict[str, Callable[..., Awaitable[str]]] = {
-            "shell": self.shell,
-            "python": self.python,
-            "read_file": self.read_file,
-            "write_file": self.write_file,
-            "replace_in_file": self.replace_in_file,
-        }
 
     @staticmethod
     def definitions() -> list[dict[str, Any]]:
@@ -130,12 +116,7 @@ class Toolbox:
         return (await self.act(name, arguments, call_id)).text
 
     async def act(self, name: str, arguments: str | Mapping[str, Any], call_id: str | None = None) -> ToolOutcome:
-        """Run a tool, in a span of its own.
-
-        Args:
-            name: name of the tool.
-            arguments: arguments, as JSON or decoded.
-            call_id: id of the model's call. None: it has none.
+        """Run a tool, in a span of its own; the arguments are JSON, or decoded.
 
         Raises:
             SandboxRequestError: the sandbox has ended.
@@ -152,8 +133,8 @@ class Toolbox:
         return ToolOutcome(result, failed)
 
     async def _dispatch(self, name: str, text: str) -> str:
-        if (action := self._actions.get(name)) is None:
-            raise ToolFailedError(f"there is no tool {name!r}; there are {', '.join(self._actions)}")
+        if name not in _TOOLS:
+            raise ToolFailedError(f"there is no tool {name!r}; there are {', '.join(_TOOLS)}")
         try:
             arguments = json.loads(text)
         except JSON_ERRORS as error:
@@ -165,7 +146,7 @@ class Toolbox:
             kinds = {"string": str, "integer": int, "number": (int, float)}[properties[key]["type"]]
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise ToolFailedError(f"{key} must be a {properties[key]['type']}, not {json.dumps(value)}")
-        return await action(**arguments)
+        return await getattr(self, name)(**arguments)
 
     async def shell(self, command: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
         """Run a command, and return its output, with a line on its end where that was not 0.
@@ -239,11 +220,7 @@ class Toolbox:
 
 @asynccontextmanager
 async def open_toolbox(policy: SandboxPolicy | SandboxEngine, provider: trace.TracerProvider | None = None) -> AsyncGenerator[Toolbox]:
-    """Start a sandbox with a shell, for as long as the block.
-
-    Args:
-        policy: rules of the sandbox, or an engine that `prepare_tools` returned.
-        provider: as of `Toolbox`.
+    """Start a sandbox with a shell, by its rules or an engine that `prepare_tools` returned, for as long as the block.
 
     Raises:
         SandboxError: they cannot be started.
