@@ -65,12 +65,7 @@ class InstancePool:
     ) -> None:
         """Store the arguments; `start` creates the instances.
 
-        Args:
-            factory: creates an environment.
-            count: number of instances.
-            lease_seconds: time for which a lease holds without a heartbeat.
-            seconds: time limit of each call of an instance: create, begin, reset, health check, close.
-            clock: monotonic clock by which leases expire.
+        A lease holds for `lease_seconds` of the monotonic `clock` without a heartbeat; each call of an instance may take `seconds`.
         """
         self._factory = factory
         self._lease_seconds = lease_seconds

@@ -113,11 +113,7 @@ def policy_from(
 ) -> SandboxPolicy:
     """Unpack the image of a runner's sandboxes, and return their policy; with the engine `none`, that of whichever sandbox works here.
 
-    Args:
-        runner: the settings.
-        directory: working directory.
-        readable: files and directories that programs can read, beside those of the settings.
-        services: services that they reach, as of `SandboxPolicy`.
+    Programs can read `readable` beside what the settings name, and reach `services`.
 
     Raises:
         SandboxError: the image cannot be unpacked.

@@ -35,11 +35,8 @@ def shortcoming() -> str | None:
 def command(policy: SandboxPolicy, filter_file: Path, control: int | None) -> list[str]:
     """Return the beginning of a command line that runs the rest of it in a sandbox.
 
-    Args:
-        policy: rules of the sandbox.
-        filter_file: filter of system calls.
-        control: descriptor of the relay's socket; a launcher inside hands over the listeners, and records that the command has begun. None:
-            there is no launcher, and no service is reached.
+    `control` is the descriptor of the relay's socket; a launcher inside hands over the listeners, and records that the command has begun.
+    None: there is no launcher, and no service is reached.
     """
     root = os.geteuid() == 0
     inner = ["prlimit", *(f"--{name.lower()}={limit}:{limit}" for name, limit in policy.limits.rlimits().items()), "--"]

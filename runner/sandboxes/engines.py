@@ -82,9 +82,7 @@ def with_supervisor(policy: SandboxPolicy) -> SandboxPolicy:
 def choose(policy: SandboxPolicy, control: int | None = None) -> SandboxEngine:
     """Return the engine that was asked for, or, for `auto`, the strongest that works here; a program is run in it to find out.
 
-    Args:
-        policy: rules of the sandboxes, of a rung other than `remote`.
-        control: descriptor of the relay's socket. None: no service is reached.
+    The policy's rung is not `remote`; `control` is the descriptor of the relay's socket, None: no service is reached.
 
     Raises:
         SandboxError: the machine can do none of them, or the policy shows too much.

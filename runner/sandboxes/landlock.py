@@ -38,13 +38,7 @@ def shortcoming(policy: SandboxPolicy) -> str | None:
 
 
 def command(policy: SandboxPolicy, filter_file: Path, scratch: Path) -> list[str]:
-    """Return the beginning of a command line that runs the rest of it confined.
-
-    Args:
-        policy: rules of the sandbox.
-        filter_file: filter of system calls.
-        scratch: directory of the private directories.
-    """
+    """Return the beginning of a command line that runs the rest of it confined; `scratch` holds private directories."""
     plan = {
         "readable": [*filter(os.path.isdir, SYSTEM), *map(str, policy.visible())],
         "devices": [device for device in _DEVICES if Path(device).exists()],

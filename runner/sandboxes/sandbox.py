@@ -167,12 +167,7 @@ class Sandbox:
     ) -> tuple[int, asyncio.Future[int]]:
         """Start a program with these descriptors as its first ones; return its process inside, and the future of its exit code.
 
-        Args:
-            command: program and arguments, looked up inside.
-            descriptors: of this process, which may close them afterwards.
-            environment: added to the sandbox's own.
-            directory: working directory inside. None: that of the policy.
-            terminal: True if the second descriptor becomes its terminal.
+        This process may close the descriptors afterwards; the second one can become the program's terminal. Others are as of `run`.
 
         Raises:
             SandboxRequestError: it cannot be started.
@@ -186,12 +181,7 @@ class Sandbox:
     async def open_process(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, directory: str | None = None
     ) -> SandboxProcess:
-        """Start a program; the caller waits for its end, and closes its pipes.
-
-        Args:
-            command: program and arguments, looked up inside.
-            environment: added to the sandbox's own.
-            directory: working directory inside. None: that of the policy.
+        """Start a program, with arguments as of `run`; the caller waits for its end, and closes its pipes.
 
         Raises:
             SandboxRequestError: it cannot be started.

@@ -66,13 +66,7 @@ class Game:
     """Players of one environment."""
 
     def __init__(self, ask: Ask, roles: Sequence[str], settings: EnvironmentServiceSettings) -> None:
-        """Wait for the players.
-
-        Args:
-            ask: applies requests of `runner.sessions.players`.
-            roles: roles of the environment.
-            settings: times.
-        """
+        """Wait for the players; `ask` applies requests of `runner.sessions.players`."""
         self.seats = {role: Seat() for role in roles}
         self._ask = ask
         self._settings = settings
@@ -112,13 +106,7 @@ class Game:
             seat.leaving = None
 
     def detach(self, role: str, on_left: Callable[[], None], *, returns: bool = True) -> None:
-        """Note the end of a player's connection.
-
-        Args:
-            role: role of the player.
-            on_left: called once it counts as left.
-            returns: False if it has said that it does not come back.
-        """
+        """Note the end of a player's connection; `on_left` is called once it counts as left, at once if it has said that it leaves."""
         seat = self.seats[role]
         seat.connections -= 1
         if not seat.connections:

@@ -29,16 +29,9 @@ class EnvironmentSession:
     """One user's environment."""
 
     def __init__(self, number: int, name: str | None, shard: ShardProcess, table: SessionTable) -> None:
-        """Store the arguments; `SessionTable.open` creates the environment.
-
-        Args:
-            number: number among the server's sessions.
-            name: name by which its user finds it again. None: it ends with its connection.
-            shard: process in which it lives.
-            table: table that it stands in.
-        """
         self.number = number
         self.name = name
+        """Name by which its user finds it again. None: it ends with its connection."""
         self.shard = shard
         self.error: SessionError | None = None
         """Reason of its end. None: it lives, or its user has ended it."""
@@ -167,14 +160,7 @@ class SessionTable:
     def __init__(
         self, shards: Shards, capacity: int, settings: EnvironmentServiceSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without a session.
-
-        Args:
-            shards: processes in which environments live.
-            capacity: largest number of sessions.
-            settings: times.
-            clock: monotonic clock by which sessions expire.
-        """
+        """Begin without a session; they expire by `clock`, which is monotonic."""
         self.capacity = capacity
         self.operation_seconds = settings.operation_seconds
         self.counts = shards.counts

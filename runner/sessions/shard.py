@@ -73,12 +73,7 @@ class SessionShard(asyncio.Protocol):
     """Sessions of this process, and its end of the connection for requests."""
 
     def __init__(self, factory: Factory, responses: socket.socket) -> None:
-        """Store the arguments.
-
-        Args:
-            factory: creates an environment.
-            responses: stream to the server, to which any thread writes.
-        """
+        """`factory` creates an environment; `responses` is a stream to the server, to which any thread writes."""
         self.over = asyncio.Event()
         """Set when the server has closed the connection."""
         self._factory = factory
@@ -321,13 +316,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 async def serve(factory: str, requests: socket.socket, responses: socket.socket) -> None:
-    """Serve sessions until the server ends.
-
-    Args:
-        factory: the environment, as module:class.
-        requests: stream from the server.
-        responses: stream to it.
-    """
+    """Serve sessions of an environment (module:class) until the server ends; the sockets are streams from it and to it."""
     try:
         shard = SessionShard(factory_of(factory, load), responses)
         description = await shard.describe()

@@ -166,16 +166,10 @@ class ShardProcess(asyncio.Protocol):
 
 
 class Shards:
-    """All processes of a server; an async context manager."""
+    """All processes of a server."""
 
     def __init__(self, command: ShardCommand, count: int, answer_seconds: float) -> None:
-        """Store the arguments.
-
-        Args:
-            command: starts a process.
-            count: number of processes.
-            answer_seconds: time after which a process that answers no ping is ended.
-        """
+        """`count` processes are started; one that answers no ping for `answer_seconds` is ended."""
         self._command = command
         self._count = count
         self._answer_seconds = answer_seconds

@@ -33,13 +33,7 @@ class PlayedSpan:
     """True if its reward counts."""
 
     def end(self, result: StepResult | None, content: Content, error: str = "") -> None:
-        """Record the end.
-
-        Args:
-            result: result of a step. None: it was a reset, or failed.
-            content: content that shows the observation.
-            error: sentence about the failure. Empty: there was none.
-        """
+        """Record the result of a step (None: it was a reset, or failed), the observation's content, and the error, if there was one."""
         if error:
             self.span.set_status(Status(StatusCode.ERROR, error))
         else:

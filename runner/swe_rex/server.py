@@ -59,12 +59,7 @@ def address_of(settings: Settings) -> Address:
 
 
 def serve(settings: Settings, policy: SandboxPolicy, environment: Mapping[str, str]) -> None:
-    """Serve a sandbox until SIGTERM or SIGINT.
-
-    Args:
-        settings: address, key and store.
-        policy: rules of the sandbox.
-        environment: environment variables, which may name the trace of the actions.
+    """Serve a sandbox until SIGTERM or SIGINT; environment variables may name the trace of the actions.
 
     Raises:
         SpangradError: the address may not be bound, or is in use.
@@ -96,15 +91,7 @@ async def running(settings: Settings, policy: SandboxPolicy, parent: Context) ->
 
 
 def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, parent: Context) -> HttpServer:
-    """Return a server of a runtime.
-
-    Args:
-        runtime: sandbox and its shells.
-        host: address to bind.
-        port: port to bind. 0: a free one.
-        key: API key that each request needs. None: none is needed.
-        parent: context of actions whose requests name none.
-    """
+    """Return a server of a runtime; each request needs the key, if there is one. `parent` is the context of actions that name none."""
     middlewares = [*site_guards(key, "tools", _refusal), _guard(key), _Answers().answer]
     application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES)
     application.add_routes(_routes(runtime, parent))

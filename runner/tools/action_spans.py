@@ -24,12 +24,7 @@ class ActionSpans:
     """Records the actions of one sandbox."""
 
     def __init__(self, image: UnpackedImage | None, provider: trace.TracerProvider | None = None) -> None:
-        """Store the arguments.
-
-        Args:
-            image: file system of the sandbox, whose digest is recorded.
-            provider: takes the spans. None: the process's own does.
-        """
+        """The digest of `image` is recorded; `provider` takes the spans, None: the process's own does."""
         self._image = image
         self._tracer = trace.get_tracer(_SCOPE, tracer_provider=provider)
 
@@ -39,11 +34,7 @@ class ActionSpans:
     ) -> Generator[Callable[[str, bool], None]]:
         """Open the span of an action for as long as the block; what is yielded takes the action's text, and whether it failed.
 
-        Args:
-            tool: name of the tool.
-            arguments: arguments, as JSON.
-            call_id: id of the model's call. None: it has none.
-            parent: context in which the action was asked for. None: the current one.
+        The arguments are JSON; `call_id` is that of the model's call. `parent` is the context in which it was asked for, None: this one.
         """
         attributes = {
             semconv.GEN_AI_OPERATION: "execute_tool",

@@ -20,12 +20,7 @@ SERVICE = "spangrad-tools"
 
 
 def action_provider(store: StoreSettings, environ: Mapping[str, str] | None = None) -> TracerProvider:
-    """Return a provider that sends spans to the store; in a process that a worker's agent started, as the agent sends its own.
-
-    Args:
-        store: settings of the store.
-        environ: environment of the process. None: this one's.
-    """
+    """Return a provider that sends spans to the store; in a process that a worker's agent started, as the agent sends its own."""
     environ = os.environ if environ is None else environ
     if MARK in environ and (endpoint := environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")):
         # The agent has neither the worker's settings nor the store's token, but an address and a token for spans.

@@ -79,11 +79,7 @@ class EnvironmentCalls:
     """Calls of one environment."""
 
     def __init__(self, environment: Environment, thread: ThreadPoolExecutor | None = None) -> None:
-        """Store the environment.
-
-        Args:
-            environment: an object with reset and step.
-            thread: pool of one thread, in which it was created. None: any thread.
+        """Store an environment; `thread` is the pool of one thread in which it was created, None: any thread.
 
         Raises:
             EnvironmentsError: it lacks a method.

@@ -73,13 +73,6 @@ class Episode:
     """Episode of one environment and one model."""
 
     def __init__(self, environment: EnvironmentCalls, model: ReplyModel, limits: EpisodeLimits) -> None:
-        """Begin nothing yet.
-
-        Args:
-            environment: calls of the environment.
-            model: writes the replies.
-            limits: limits of the episode.
-        """
         self.state = EpisodeState.PENDING
         self._environment = environment
         self._player = Player(model, limits)

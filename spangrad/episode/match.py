@@ -78,11 +78,6 @@ class Match:
     def __init__(self, environment: EnvironmentCalls, models: Mapping[str, ReplyModel], limits: EpisodeLimits) -> None:
         """Begin nothing yet.
 
-        Args:
-            environment: calls of an environment with roles.
-            models: model of each role's player.
-            limits: limits of each player.
-
         Raises:
             EnvironmentsError: a role lacks a player, or a player a role; or the environment has tools, which belong to one player.
         """

@@ -108,13 +108,7 @@ class Player:
     """Context of one player, and the replies that it gave."""
 
     def __init__(self, model: ReplyModel, limits: EpisodeLimits, role: str = "") -> None:
-        """Begin with an empty context.
-
-        Args:
-            model: writes the replies.
-            limits: limits of the player; `seconds` count from now.
-            role: role of its rewards. Empty: every role.
-        """
+        """Begin with an empty context; the limit `seconds` counts from now, and an empty role stands for every role."""
         self.role = role
         self.messages: list[Mapping[str, Any]] = []
         self.replies: list[ModelReply] = []

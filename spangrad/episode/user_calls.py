@@ -38,13 +38,7 @@ def thread_call(function: Callable[..., Any], /, *arguments: object, **keywords:
 
 
 async def user_call(executor: Executor | None, function: Callable[..., Any], /, *arguments: object, **keywords: object) -> Any:
-    """Call a function, and wait for its result where it is awaitable; a plain one in a thread of a pool.
-
-    Args:
-        executor: the pool. None: the event loop's own.
-        function: the function, plain or async.
-        arguments: its arguments.
-        keywords: its keyword arguments.
+    """Call a function, and wait for its result where it is awaitable; a plain one in a thread of a pool, None: the event loop's own.
 
     Raises:
         RuntimeError: the plain function raised StopIteration.

@@ -61,10 +61,8 @@ class OpenEnvServer:
     def __init__(self, urls: Sequence[str], token: str | None = None, wait_seconds: float = 300.0) -> None:
         """Open a session at the least loaded server.
 
-        Args:
-            urls: addresses of servers of the same environment; or one, with the game and the role to play.
-            token: bearer token. None: they ask for none.
-            wait_seconds: time for which full servers are asked again.
+        The URLs are those of servers of the same environment, or one with the game and the role to play. Full servers are asked again for
+        `wait_seconds`.
 
         Raises:
             EnvironmentsError: no server gives a session, or a game is named wrongly.

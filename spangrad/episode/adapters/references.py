@@ -27,12 +27,6 @@ class EnvironmentFactory:
     """Function that creates environments with reset and step."""
 
     def __init__(self, name: str, create: Callable[[], Environment]) -> None:
-        """Store the arguments.
-
-        Args:
-            name: name of the environment.
-            create: creates an environment.
-        """
         self.__name__ = name
         self._create = create
 
@@ -54,11 +48,7 @@ def by_openenv(reference: str) -> str:
 
 
 def factory_of(reference: str, load: Callable[[str], Any]) -> Any:
-    """Return the function that creates environments, or what the reference names, if that is none.
-
-    Args:
-        reference: reference of the environment.
-        load: imports what MODULE:NAME names.
+    """Return the function that creates environments, or what the reference names, if that is none; `load` imports MODULE:NAME.
 
     Raises:
         EnvironmentsError: URLs of several protocols are mixed.

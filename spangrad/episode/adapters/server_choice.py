@@ -37,12 +37,5 @@ def note_open(url: str, change: int) -> None:
 
 
 def environment_service(url: str, token: str | None, retry_seconds: float, headers: Mapping[str, str] | None = None) -> RemoteService:
-    """Return a server of an environment as a service.
-
-    Args:
-        url: address of the server.
-        token: bearer token. None: it asks for none.
-        retry_seconds: time for which a request is tried again, in seconds.
-        headers: further headers of each request.
-    """
+    """Return a server of an environment as a service; a request is tried again for `retry_seconds`."""
     return RemoteService("the environment", url, token, EnvironmentsError, "Start it, or fix the URL.", retry_seconds, headers or {})
