@@ -174,11 +174,7 @@ def gpus_of(settings: Settings) -> list[str]:
 
 
 def _served(publisher: Publisher, policy: str) -> int:
-    """Return the version that is served; 0 where there is none, or the gateway does not answer, which the supervisor starts again.
-
-    Raises:
-        GatewayRefusedError: it refuses permanently.
-    """
+    """Return the version that is served; 0 where there is none, or the gateway does not answer, which the supervisor starts again."""
     try:
         return publisher.served(policy) or 0
     except GatewayRefusedError:

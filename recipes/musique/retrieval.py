@@ -65,7 +65,6 @@ class Index:
     """A corpus and its vectors."""
 
     def __init__(self, texts: Sequence[str], embed: Embed) -> None:
-        """Embed the corpus."""
         self._texts, self._embed = list(texts), embed
         self._vectors = embed(self._texts, "passage")
 

@@ -61,7 +61,6 @@ class EnvironmentClient:
     """Connection to one environment service; an async context manager."""
 
     def __init__(self, url: str, token: SecretStr | str | None) -> None:
-        """Store the arguments; the first request connects."""
         self._url = without_userinfo(url.rstrip("/"))
         remedy = "Start it with `spangrad environments`, or fix --environment."
         self._client = AsyncClient(RemoteService("the environment service", url, token, EnvironmentsError, remedy))

@@ -202,7 +202,6 @@ class InstancePool:
             instance = None
 
     async def _create_with_retries(self, slot: _Slot) -> Instance:
-        """Create an instance; retry until it succeeds."""
         failures = 0
         while True:
             try:

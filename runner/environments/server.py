@@ -76,7 +76,6 @@ class EnvironmentRoutes:
     """HTTP handlers of the service."""
 
     def __init__(self, pool: InstancePool) -> None:
-        """Answer requests from the pool."""
         self._pool = pool
 
     async def lease(self, request: web.Request) -> web.Response:
@@ -113,7 +112,6 @@ class EnvironmentMetrics(Collector):
     """Prometheus metrics of the pool, computed at each scrape; label values are fixed names."""
 
     def __init__(self, pool: InstancePool) -> None:
-        """Report one pool."""
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:

@@ -55,11 +55,7 @@ class _Layout:
         self._members = {str(PurePosixPath(member.name)): member for member in archive or ()}
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file of the layout.
-
-        Raises:
-            SandboxError: it is not there.
-        """
+        """Open a file of the layout."""
         try:
             if self._archive is None:
                 return (self._source / name).open("rb")
@@ -75,11 +71,7 @@ class _Layout:
 
     @contextmanager
     def blob(self, digest: str) -> Generator[IO[bytes]]:
-        """Open a blob that has the digest by which it is named.
-
-        Raises:
-            SandboxError: it is not there, or has another digest.
-        """
+        """Open a blob that has the digest by which it is named."""
         kind, _, value = digest.partition(":")
         if kind != "sha256":
             raise SandboxError(f"{self._source} names {digest}, and only digests of sha256 are checked. Write it again.")
@@ -93,7 +85,6 @@ class _Layout:
             yield opened
 
     def read(self, digest: str) -> dict[str, Any]:
-        """Return a blob's JSON."""
         with self.blob(digest) as opened:
             return json.load(opened)
 

@@ -154,7 +154,6 @@ def interpreter_paths(program: Path) -> Iterator[Path]:
 
 
 def _holds_home(path: Path) -> bool:
-    """Return whether a directory is the user's home, or above it, as the root of the machine is."""
     home = Path.home()
     return path == home or path in home.parents
 

@@ -61,7 +61,6 @@ class ServiceRelay:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _receive(self) -> None:
-        """Take the listeners of one sandbox."""
         room = socket.CMSG_SPACE(_MOST_PORTS * array.array("i").itemsize) + socket.CMSG_SPACE(_CREDENTIALS.size)
         try:
             data, ancillary, _, _ = self._outer.recvmsg(1024, room)
@@ -160,7 +159,6 @@ async def pass_bytes(first: socket.socket, second: socket.socket) -> None:
 
 
 async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
-    """Pass a connection's bytes to a service and back."""
     with connection:
         try:
             service = await _connected(target)
@@ -172,11 +170,7 @@ async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
 
 
 async def _connected(target: tuple[str, int]) -> socket.socket:
-    """Return a connection to the first address of a host that takes one: a name may stand for addresses where no service listens.
-
-    Raises:
-        OSError: none does.
-    """
+    """Return a connection to the first address of a host that takes one: a name may stand for addresses where no service listens."""
     failure = OSError("it has no address")
     for family, kind, protocol, _, address in await asyncio.get_running_loop().getaddrinfo(*target, type=socket.SOCK_STREAM):
         try:

@@ -137,11 +137,7 @@ class Sandbox:
         return value, opened
 
     async def _send(self, request: bytes, descriptors: Sequence[int]) -> None:
-        """Send a request as soon as the socket has room for it.
-
-        Raises:
-            OSError: the sandbox has ended.
-        """
+        """Send a request as soon as the socket has room for it."""
         async with self._turn:
             while True:
                 try:

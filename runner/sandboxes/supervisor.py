@@ -152,7 +152,6 @@ class SandboxSupervisor:
         return b""
 
     def _end(self, descriptor: int) -> None:
-        """Report a program that has ended."""
         pid = self._programs.pop(descriptor)
         self._poll.unregister(descriptor)
         os.close(descriptor)

@@ -29,8 +29,6 @@ _Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Observed:
-    """Observation of a player."""
-
     fields: _Fields
     content: Content | None
     """Content that shows it, where the environment renders its own."""
@@ -153,11 +151,7 @@ class Game:
         return True
 
     def _join(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
-        """Have a player wait for the others; the last one begins the episode.
-
-        Raises:
-            SessionError: its episode is under way.
-        """
+        """Have a player wait for the others; the last one begins the episode."""
         seat = self.seats[role]
         if (before := seat.last_reset.response_to(request)) is not None:
             return before
@@ -198,11 +192,7 @@ class Game:
         self._clear_joined()
 
     def _act(self, role: str, request: SessionRequest) -> asyncio.Future[bytes]:
-        """Take a player's action; the last of a turn plays it.
-
-        Raises:
-            SessionError: it is not its turn, or its action has another number.
-        """
+        """Take a player's action; the last of a turn plays it."""
         seat = self.seats[role]
         if request.data is None:
             raise SessionError(ErrorCode.VALIDATION_ERROR, "Invalid message: a step needs data, the action")
@@ -228,7 +218,6 @@ class Game:
         return seat.response
 
     def _leave(self, role: str) -> None:
-        """Note that a player does not come back."""
         seat = self.seats[role]
         seat.has_left = True
         if self._joined.pop(role, None) is not None:
@@ -340,7 +329,6 @@ class Game:
         seat.response.set_result(encode("observation", data))
 
     def _finish(self, error: SessionError) -> None:
-        """End the episode for all, with an error."""
         self._acting, self._actions, self._forfeiting = frozenset(), {}, None
         if self._turn is not None:
             self._turn.cancel()

@@ -76,7 +76,6 @@ class SessionMetrics(Collector):
     """Prometheus metrics of a server: those of its environments, with a label for their names."""
 
     def __init__(self, environments: Mapping[str, SessionCounts]) -> None:
-        """`environments` has the counts by environment."""
         self._environments = environments
 
     def collect(self) -> Iterator[Metric]:

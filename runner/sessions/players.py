@@ -40,7 +40,6 @@ class PlayersInstance(SessionInstance):
     """Environment of a session with roles."""
 
     def __init__(self, environment: Environment, opening: SessionOpening, spans: PlayedSpans, call: Call, number: int) -> None:
-        """Begin without an episode; arguments as of `SessionInstance`."""
         super().__init__(environment, opening, spans, call, number)
         self._roles: Sequence[str] = tuple(member(environment, "roles"))
         self._acting: Sequence[str] = ()

@@ -46,7 +46,6 @@ class SessionRoutes:
     """HTTP and WebSocket handlers of the server."""
 
     def __init__(self, table: SessionTable, games: Games, shards: Shards, settings: EnvironmentServiceSettings) -> None:
-        """Answer requests from the sessions of a table."""
         self._table = table
         self._games = games
         self._shards = shards
@@ -93,11 +92,7 @@ class SessionRoutes:
         return connection
 
     async def _converse(self, connection: web.WebSocketResponse, name: str | None, opening: SessionOpening) -> None:
-        """Apply a connection's requests, one after the other, until it ends.
-
-        Raises:
-            SessionError: no session can be opened, or the session has ended.
-        """
+        """Apply a connection's requests, one after the other, until it ends."""
         session = await self._table.open(name, opening)
 
         def over(error: SessionError) -> None:
@@ -116,11 +111,7 @@ class SessionRoutes:
             session.detach(over)
 
     async def _converse_player(self, connection: web.WebSocketResponse, name: str | None, role: str, opening: SessionOpening) -> None:
-        """Answer a player's requests, one after the other, until its connection ends.
-
-        Raises:
-            SessionError: it names no game, or no role of it, or no session can be opened.
-        """
+        """Answer a player's requests, one after the other, until its connection ends."""
         if not name:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
         game = await self._games.join(name, self._shards.description.roles, role)
@@ -224,9 +215,4 @@ def _opening(headers: Mapping[str, str]) -> SessionOpening:
 
 
 def _object(text: bytes) -> dict[str, Any]:
-    """Return a request's body.
-
-    Raises:
-        DecodeError: it is no JSON object.
-    """
     return msgspec.json.decode(text or b"{}", type=dict[str, Any])

@@ -88,7 +88,6 @@ class ServedEnvironment:
     """One environment of a server: its processes, its sessions and its routes."""
 
     def __init__(self, settings: EnvironmentServiceSettings, command: ShardCommand, shards: int, capacity: int) -> None:
-        """Start nothing yet; arguments as of `running`."""
         self.processes = Shards(command, shards, settings.operation_seconds)
         self.table = SessionTable(self.processes, capacity, settings)
         self._spans = PlayedSpans(command.variables)

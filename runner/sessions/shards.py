@@ -223,7 +223,6 @@ class Shards:
         return [process for process in self._processes.values() if process.serves]
 
     async def _keep(self, slot: int, process: ShardProcess) -> None:
-        """Start a slot's process again whenever it has ended."""
         while True:
             await process.ended
             self.counts.restarts.inc()
@@ -232,7 +231,6 @@ class Shards:
             process = await self._replace(slot)
 
     async def _replace(self, slot: int) -> ShardProcess:
-        """Start a slot's process, again and again until it serves."""
         failures = 0
         while True:
             await asyncio.sleep(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])

@@ -181,7 +181,6 @@ class RexRuntime:
         return {}
 
     async def _opened(self) -> Sandbox:
-        """Return the sandbox, started if there is none."""
         async with self._changing:
             if self._sandbox is None:
                 self._sandbox = await start(self._engine)

@@ -138,7 +138,6 @@ def _routes(runtime: RexRuntime, parent: Context) -> list[web.RouteDef]:
 
 
 def _guard(key: str | None) -> Any:
-    """Build the middleware that checks the key."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -346,11 +346,7 @@ class ToolSession:
 
 
 def _compiled(patterns: Sequence[str]) -> Patterns:
-    """Return patterns for the bytes that a terminal prints.
-
-    Raises:
-        ToolFailedError: one is no regular expression.
-    """
+    """Return patterns for the bytes that a terminal prints."""
     try:
         return [re.compile(pattern.encode(), re.DOTALL) for pattern in patterns]
     except re.error as error:

@@ -257,11 +257,7 @@ async def _of_model(request: Awaitable[Any]) -> Any:
 
 
 def _shown(program: str, result: ActionResult, timeout_seconds: float) -> str:
-    """Return an action's output.
-
-    Raises:
-        ToolFailedError: the action failed; it has the output, and a last line on the end.
-    """
+    """Return an action's output; of one that failed, ToolFailedError has it, with a last line on the end."""
     if result.timed_out:
         end = f"interrupted after {timeout_seconds:g} s"
     elif result.exit_code == UNKNOWN_CODE:

@@ -23,7 +23,6 @@ class GymnasiumEnvironment:
     """An environment of Gymnasium."""
 
     def __init__(self, environment: Any) -> None:
-        """Store the environment."""
         self._environment = environment
         self._space = environment.action_space
         self.system_prompt = f"Each observation is JSON. {self._instruction}"
@@ -83,7 +82,6 @@ class GymnasiumEnvironment:
         return f"Reply with an action as JSON, of the space {self._space}."
 
     def _fitting(self, value: Any, text: str) -> Any:
-        """Return an action of the space."""
         dtype = getattr(self._space, "dtype", None)
         candidates = [value, text]
         if dtype is not None and isinstance(value, (int, float, list)):

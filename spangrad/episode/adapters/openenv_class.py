@@ -96,7 +96,6 @@ def action_class_of(kind: type) -> Any:
 
 
 def _accepted(method: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method takes."""
     parameters = inspect.signature(method).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(values)

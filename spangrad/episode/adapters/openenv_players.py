@@ -17,7 +17,6 @@ class PlayersOfServer:
     """A session whose environment has roles."""
 
     def __init__(self, server: OpenEnvServer) -> None:
-        """Store the session; its server has said that there are roles."""
         self.roles: Sequence[str] = tuple(server.about[ROLES])
         self.forfeit: Callable[[str], Mapping[str, StepResult]] | None = self._forfeit if server.about.get("forfeits") else None
         """Has a role forfeit; None: the environment has no rule for that."""

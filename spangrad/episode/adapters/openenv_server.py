@@ -152,12 +152,7 @@ class OpenEnvServer:
         return StepResult(observation, None if reward is None else float(reward), bool(data.get("done")), metadata)
 
     def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message; return the data of the response.
-
-        Raises:
-            EnvironmentsError: the session is lost.
-            RemoteStepError: the environment, or the message, is at fault.
-        """
+        """Send a message; return the data of the response."""
         text = json.dumps(message)
         end = time.monotonic() + _RETURN_SECONDS
         while True:
@@ -188,11 +183,7 @@ class OpenEnvServer:
         return json.loads(text)
 
     def _reconnect(self, end: float, cause: OSError) -> None:
-        """Return to the session, which waits for its user.
-
-        Raises:
-            EnvironmentsError: the server does not answer in time.
-        """
+        """Return to the session, which waits for its user."""
         self._connection.close()
         while True:
             time.sleep(random.uniform(*_PAUSES))
@@ -243,11 +234,7 @@ class OpenEnvServer:
         return connection
 
     def _load(self, url: str) -> float | None:
-        """Return the share of a server's capacity that is in use; infinite: it does not answer; None: it is not ours.
-
-        Raises:
-            EnvironmentsError: the server refuses the token.
-        """
+        """Return the share of a server's capacity that is in use; infinite: it does not answer; None: it is not ours."""
         try:
             load = ask(replace(self._service(url), retry_seconds=0.0), "GET", "/v1/load", seconds=_LOAD_SECONDS)
             return load["sessions"] / load["capacity"]
@@ -266,11 +253,7 @@ class OpenEnvServer:
 
 
 def _seat_of(urls: Sequence[str]) -> dict[str, str]:
-    """Return the seat that a URL names; empty: it names none.
-
-    Raises:
-        EnvironmentsError: a URL has other parameters, or several servers are given for one game.
-    """
+    """Return the seat that a URL names; empty: it names none."""
     queries = [urlsplit(url).query for url in urls]
     if not any(queries):
         return {}

@@ -26,7 +26,6 @@ class OpenTinkerServer:
     """An instance on one of several servers."""
 
     def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
-        """Choose a server."""
         self._url = choose(dict.fromkeys(urls))
         self._service = environment_service(self._url, token, _RETRY_SECONDS)
         self._instance = ""

@@ -120,11 +120,7 @@ class OrsServer:
         return ask(self._service, method, path, body, seconds=_SECONDS)
 
     def _streamed(self, path: str, body: Mapping[str, object]) -> Iterator[str]:
-        """Yield the parts of a streamed answer.
-
-        Raises:
-            EnvironmentsError: the server reports an error, or the stream breaks off.
-        """
+        """Yield the parts of a streamed answer."""
         for kind, text in self._events(path, body):
             if kind == "error":
                 raise EnvironmentsError(f"{self._base}{path}: {text}. Look at its server's log.")
@@ -175,6 +171,5 @@ def _parts(blocks: Sequence[Mapping[str, Any]]) -> str | list[dict[str, Any]]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as OpenAI's API has it."""
     parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": tool["name"], "description": tool["description"], "parameters": parameters}}
