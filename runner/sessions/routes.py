@@ -114,7 +114,7 @@ class SessionRoutes:
         """Answer a player's requests, one after the other, until its connection ends."""
         if not name:
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"name the game that {role} plays: ?session_id=GAME&role={role}")
-        game = await self._games.join(name, self._shards.description.roles, role)
+        game = await self._games.join(name, self._shards.description.metadata.get(ROLES, ()), role)
         returns = True
         try:
             while (message := await connection.receive()).type in (WSMsgType.TEXT, WSMsgType.BINARY):
@@ -159,16 +159,11 @@ class SessionRoutes:
 
     async def schema(self, request: web.Request) -> web.Response:
         """Return the JSON schemas of actions, observations and state."""
-        about = self._shards.description
-        return json_response({"action": about.action, "observation": about.observation, "state": about.state})
+        return json_response(self._shards.description.schema)
 
     async def metadata(self, request: web.Request) -> web.Response:
-        """Return the description of the environment; `system_prompt` and `tools` are ours."""
-        about = self._shards.description
-        ours = {"system_prompt": about.system_prompt, "tools": about.tools}
-        if about.roles:
-            ours |= {ROLES: about.roles, "system_prompts": about.system_prompts, "forfeits": about.forfeits}
-        return json_response({"name": about.name, "description": about.description, **ours})
+        """Return the description of the environment."""
+        return json_response(self._shards.description.metadata)
 
     async def load(self, request: web.Request) -> web.Response:
         """Return the number of sessions, and its limit."""

@@ -50,23 +50,13 @@ _END_SECONDS = 3.0
 """Time that environments have to close when the process ends, and async ones also when their session does, in seconds."""
 
 
-class EnvironmentDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the environments of a server."""
+class EnvironmentDescription(msgspec.Struct, frozen=True):
+    """Facts about the environments of a server, as OpenEnv's routes have them."""
 
-    name: str
-    description: str
-    system_prompt: str | None = None
-    roles: list[str] = []
-    """Roles of several players; empty: there is one."""
-    system_prompts: dict[str, str | None] = {}
-    """Text of the system message of each role."""
-    forfeits: bool = False
-    """True if a player may forfeit."""
-    tools: list[dict[str, Any]] = []
-    action: dict[str, Any]
-    """JSON schema of an action's fields."""
-    observation: dict[str, Any]
-    state: dict[str, Any]
+    metadata: dict[str, Any]
+    """Name, description and, beyond the protocol, `system_prompt` and `tools`; of several players `roles` and what belongs to them."""
+    schema: dict[str, Any]
+    """JSON schemas of actions, observations and the state."""
 
 
 class SessionShard(asyncio.Protocol):
@@ -286,8 +276,8 @@ def created(factory: Factory) -> Environment:
 async def description_of(environment: Environment) -> EnvironmentDescription:
     """Return the description of an environment; its own `schemas` comes before ours."""
     name = type(environment).__name__
-    roles: list[str] = list(checked_list(f"{name}.roles", member(environment, ROLES)))
-    tools: list[dict[str, Any]] = list(checked_list(f"{name}.tools", await call_here(lambda: member(environment, "tools"))))
+    roles = checked_list(f"{name}.roles", member(environment, ROLES))
+    tools = checked_list(f"{name}.tools", await call_here(lambda: member(environment, "tools")))
     text = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
     call = {
         "type": "object",
@@ -297,17 +287,13 @@ async def description_of(environment: Environment) -> EnvironmentDescription:
     state = {"type": "object", "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}}}
     own = call if tools else text
     by_role = {"type": "object", "properties": {ACTIONS: {"type": "object", "additionalProperties": own}, FORFEIT: {"enum": roles}}}
-    schemas = {"action": by_role if roles else own, "observation": {"type": "object"}, "state": state}
-    return EnvironmentDescription(
-        name=name,
-        description=inspect.getdoc(type(environment)) or "",
-        system_prompt=None if roles else await call_here(lambda: member(environment, "system_prompt")),
-        roles=roles,
-        system_prompts={role: await prompt_of(environment, role, call_here) for role in roles},
-        forfeits=hasattr(environment, FORFEIT),
-        tools=tools,
-        **{**schemas, **(member(environment, "schemas") or {})},
-    )
+    schema = {"action": by_role if roles else own, "observation": {"type": "object"}, "state": state}
+    prompt = None if roles else await call_here(lambda: member(environment, "system_prompt"))
+    metadata = {"name": name, "description": inspect.getdoc(type(environment)) or "", "system_prompt": prompt, "tools": tools}
+    if roles:
+        prompts = {role: await prompt_of(environment, role, call_here) for role in roles}
+        metadata |= {ROLES: roles, "system_prompts": prompts, "forfeits": hasattr(environment, FORFEIT)}
+    return EnvironmentDescription(metadata, schema | (member(environment, "schemas") or {}))
 
 
 def _end(number: int, frame: FrameType | None) -> None:

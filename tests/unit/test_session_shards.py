@@ -42,7 +42,7 @@ class FakeProcess(ShardProcess):
         return process
 
     def serve(self) -> None:
-        self.described.set_result(EnvironmentDescription(name="", description="", action={}, observation={}, state={}))
+        self.described.set_result(EnvironmentDescription({}, {}))
 
     @property
     def pid(self) -> int:

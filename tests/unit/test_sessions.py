@@ -252,9 +252,9 @@ def test_action_fields_lead_to_the_same_action() -> None:
 
 async def test_description_of_tools_has_their_schema() -> None:
     adder: Any = Adder()
-    assert (await description_of(adder)).action["required"] == ["text"]
+    assert (await description_of(adder)).schema["action"]["required"] == ["text"]
     adder.tools = [{"type": "function"}]
-    assert (await description_of(adder)).action["required"] == ["type", "tool_name", "arguments"]
+    assert (await description_of(adder)).schema["action"]["required"] == ["type", "tool_name", "arguments"]
 
 
 @pytest.mark.parametrize("name", ["roles", "tools"])
