@@ -27,13 +27,6 @@ Ask = Callable[[bytes], Awaitable[bytes]]
 _Fields = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Observed:
-    fields: _Fields
-    content: Content | None
-    """Content that shows it, where the environment renders its own."""
-
-
 @dataclass(slots=True)
 class Seat:
     """Player of a role."""
@@ -48,8 +41,8 @@ class Seat:
     last_reset: LastReset[asyncio.Future[bytes]] = field(default_factory=LastReset["asyncio.Future[bytes]"])
     recorded: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """Last responses that a span has, by the type of the request."""
-    observed: list[_Observed] = field(default_factory=list["_Observed"])
-    """Observations since its last response."""
+    observed: list[_Fields] = field(default_factory=list["_Fields"])
+    """Results with an observation since its last response, as `runner.sessions.players` has them."""
     reward: float | None = None
     """Sum of its rewards since its last response. None: it had none."""
     connections: int = 0
@@ -66,6 +59,8 @@ class Game:
     def __init__(self, ask: Ask, roles: Sequence[str], settings: EnvironmentServiceSettings) -> None:
         """Wait for the players; `ask` applies requests of `runner.sessions.players`."""
         self.seats = {role: Seat() for role in roles}
+        self.on_empty: Callable[[], None] = lambda: None
+        """Called once no player is connected, or may come back."""
         self._ask = ask
         self._settings = settings
         self._episode = ""
@@ -103,8 +98,8 @@ class Game:
             seat.leaving.cancel()
             seat.leaving = None
 
-    def detach(self, role: str, on_left: Callable[[], None], *, returns: bool = True) -> None:
-        """Note the end of a player's connection; `on_left` is called once it counts as left, at once if it has said that it leaves."""
+    def detach(self, role: str, *, returns: bool = True) -> None:
+        """Note the end of a player's connection; without `returns` it has said that it does not come back, and counts as left at once."""
         seat = self.seats[role]
         seat.connections -= 1
         if not seat.connections:
@@ -112,7 +107,8 @@ class Game:
             def leave() -> None:
                 seat.leaving = None
                 self._leave(role)
-                on_left()
+                if self.is_empty:
+                    self.on_empty()
 
             seat.leaving = asyncio.get_running_loop().call_later(self._settings.lease_seconds if returns else 0.0, leave)
 
@@ -294,7 +290,7 @@ class Game:
         for role, player in observation[PLAYERS].items():
             seat = self.seats[role]
             if player["observation"] is not None:
-                seat.observed.append(_Observed(player["observation"], player.get(CONTENT)))
+                seat.observed.append(player)
             if player["reward"] is not None:
                 seat.reward = (seat.reward or 0.0) + player["reward"]
             if player["done"] and seat.state is not PlayerState.DONE:
@@ -344,11 +340,11 @@ class Game:
             seat.response.set_result(payload)
 
 
-def _together(observed: Sequence[_Observed]) -> tuple[Any, Content | None]:
+def _together(observed: Sequence[_Fields]) -> tuple[Any, Content | None]:
     """Return several observations as one, texts as lines; and as content, where the environment renders its own."""
-    values = [observation_of(each.fields) for each in observed]
-    shown = [rendered(value) if each.content is None else each.content for each, value in zip(observed, values, strict=True)]
-    content = joined(shown) if any(each.content is not None for each in observed) else None
+    values = [observation_of(player["observation"]) for player in observed]
+    shown = [player[CONTENT] if CONTENT in player else rendered(value) for player, value in zip(observed, values, strict=True)]
+    content = joined(shown) if any(CONTENT in player for player in observed) else None
     if len(values) == 1:
         return values[0], content
     return "\n".join(values) if all(isinstance(value, str) for value in values) else values, content

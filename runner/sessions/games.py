@@ -22,16 +22,15 @@ from spangrad.settings import EnvironmentServiceSettings
 
 
 class Games:
-    """Games by name."""
+    """Games of a table's sessions."""
 
     def __init__(self, table: SessionTable, settings: EnvironmentServiceSettings, spans: PlayedSpans) -> None:
         self._table = table
         self._settings = settings
-        self._games: dict[str, tuple[Game, EnvironmentSession]] = {}
         self.spans = spans
 
     async def join(self, name: str, roles: Sequence[str], role: str) -> Game:
-        """Return the game of a name, or a new one, with a connection of a player more; `leave` ends it.
+        """Return the game of a name, or a new one, with a connection of a player more.
 
         Raises:
             SessionError: there is no such role, or no further session fits.
@@ -40,34 +39,22 @@ class Games:
             remedy = f"Name one of {', '.join(roles)}" if roles else "The environment has none: leave it out"
             raise SessionError(ErrorCode.VALIDATION_ERROR, f"there is no role {role!r}. {remedy}")
         session = await self._table.open(name, SessionOpening())
-        if name not in self._games or self._games[name][1] is not session:
-            self._games[name] = self._create(name, session, roles), session
-        game = self._games[name][0]
+        game = session.game = session.game or self._create(session, roles)
         game.attach(role)
         return game
 
-    def leave(self, name: str, game: Game, role: str, *, returns: bool) -> None:
-        """Note the end of a player's connection; `returns` is False if it has said that it does not come back."""
-
-        def left() -> None:
-            if game.is_empty and name in self._games and self._games[name][0] is game:
-                _, session = self._games.pop(name)
-                self._table.end(session, "closed")
-
-        game.detach(role, left, returns=returns)
-
-    def _create(self, name: str, session: EnvironmentSession, roles: Sequence[str]) -> Game:
+    def _create(self, session: EnvironmentSession, roles: Sequence[str]) -> Game:
         async def ask(payload: bytes) -> bytes:
             return (await session.ask(payload)).payload
 
         game = Game(ask, roles, self._settings)
+        game.on_empty = lambda: self._table.end(session, "closed")
 
         def over(error: SessionError) -> None:
-            self._games.pop(name, None)
+            session.game = None  # a player that comes later gets another one
             game.close(error)
 
         session.attach(over)
-        session.is_held = lambda: game.is_waiting
         return game
 
 

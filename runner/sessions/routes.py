@@ -134,7 +134,7 @@ class SessionRoutes:
                     end_span(span, payload, game, role, request.type)
                 await connection.send_frame(payload, WSMsgType.TEXT)
         finally:
-            self._games.leave(name, game, role, returns=returns)
+            game.detach(role, returns=returns)
 
     async def reset(self, request: web.Request) -> web.Response:
         """Begin an episode, in the session that has its name."""

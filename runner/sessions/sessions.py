@@ -16,6 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from runner.sessions.frames import Frame, FrameEvents, FrameKind
+from runner.sessions.game import Game
 from runner.sessions.messages import ErrorCode, SessionError, SessionOpening
 from runner.sessions.shards import ShardProcess, Shards
 from spangrad.leases import LeaseClock
@@ -38,8 +39,8 @@ class EnvironmentSession:
         self.over = False
         self.on_end: Callable[[SessionError], None] | None = None
         """Called when it ends by itself while no request is under way."""
-        self.is_held: Callable[[], bool] = lambda: False
-        """Returns whether its user waits, though no request is under way."""
+        self.game: Game | None = None
+        """Game of several players, which may wait though no request is under way. None: it has one user."""
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.openings = 0
         """Requests that wait until its environment is created."""
@@ -241,7 +242,7 @@ class SessionTable:
         """End the sessions whose time is over, other than those that are at work."""
         for number in self._clock.expired():
             session = self._sessions[number]
-            if session.busy or session.is_held():
+            if session.busy or (session.game is not None and session.game.is_waiting):
                 self.renew(session)
                 continue
             sentence = "the session was not used in time, and has ended (environments.idle_seconds). Open a new one"

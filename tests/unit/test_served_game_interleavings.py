@@ -123,7 +123,7 @@ class Client:
         if move in {Move.DROP, Move.LEAVE}:
             if self.connected:
                 self.connected = False
-                self.game.detach(self.role, lambda: None, returns=move is Move.DROP)
+                self.game.detach(self.role, returns=move is Move.DROP)
             return
         if not self.connected:
             self.connected = True

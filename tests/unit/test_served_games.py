@@ -114,7 +114,7 @@ async def play(game: Game, role: str, habits: Sequence[Habit]) -> tuple[float, s
         text = {"text": f"{role} {number}"}
         match habit:
             case Habit.LEAVES | Habit.VANISHES:
-                game.detach(role, lambda: None, returns=habit is Habit.VANISHES)
+                game.detach(role, returns=habit is Habit.VANISHES)
                 return total, "left"
             case Habit.HESITATES:
                 await asyncio.sleep(LIMITS.turn_seconds / 2)
@@ -124,7 +124,7 @@ async def play(game: Game, role: str, habits: Sequence[Habit]) -> tuple[float, s
                 lost = asyncio.create_task(send(game, role, "step", text, step=number))
                 await asyncio.sleep(0.05)
                 lost.cancel()
-                game.detach(role, lambda: None)
+                game.detach(role)
                 game.attach(role)
             case Habit.REPEATS:
                 unread = await send(game, role, "step", {"text": "nothing"}, step=number)
