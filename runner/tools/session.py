@@ -96,10 +96,11 @@ class ActionResult:
 class ToolSession:
     """A program that stays; an async context manager. Its actions run one after another."""
 
-    def __init__(self, sandbox: Sandbox, command: Sequence[str], marker: str, most_bytes: int, *, is_shell: bool) -> None:
-        """`command` writes `marker` after the output of each action, of which `most_bytes` are kept; a shell is told if it reads."""
+    def __init__(self, sandbox: Sandbox, command: Sequence[str], most_bytes: int, *, is_shell: bool = False) -> None:
+        """`command` gets a marker to write after the output of each action, of which `most_bytes` are kept; a shell is told if it reads."""
+        marker = f"\x1e{uuid.uuid4().hex}\x1f"
         self._sandbox = sandbox
-        self._command = command
+        self._command = [*command, marker]
         self._marker = marker.encode()
         self._most_bytes = most_bytes
         self._is_shell = is_shell
@@ -117,15 +118,7 @@ class ToolSession:
     @classmethod
     def shell(cls, sandbox: Sandbox, most_bytes: int) -> Self:
         """Return a session of bash."""
-        marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        command = ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash", marker]
-        return cls(sandbox, command, marker, most_bytes, is_shell=True)
-
-    @classmethod
-    def interpreter(cls, sandbox: Sandbox, program: Sequence[str], most_bytes: int) -> Self:
-        """Return a session of Python code; `program` runs `interpreter.py` inside."""
-        marker = f"\x1e{uuid.uuid4().hex}\x1f"
-        return cls(sandbox, [*program, marker], marker, most_bytes, is_shell=False)
+        return cls(sandbox, ["bash", "--norc", "--noprofile", "-c", _SHELL, "bash"], most_bytes, is_shell=True)
 
     async def __aenter__(self) -> Self:
         await self._start()

@@ -168,7 +168,7 @@ class Toolbox:
             if self._python is None:
                 image = self.sandbox.image
                 program = [str(inner_interpreter(image)), "-P" if image is None else "-I", interpreter.__file__]
-                self._python = await self._sessions.enter_async_context(ToolSession.interpreter(self.sandbox, program, OUTPUT_BYTES))
+                self._python = await self._sessions.enter_async_context(ToolSession(self.sandbox, program, OUTPUT_BYTES))
         return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
 
     async def read_file(self, path: str, first_line: int = 1, lines: int | None = None) -> str:
