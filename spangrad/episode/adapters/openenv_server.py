@@ -162,7 +162,7 @@ class OpenEnvServer:
                 break
             except OSError as error:
                 if not self._ours or time.monotonic() > end:
-                    raise EnvironmentsError(f"the environment at {self._url} is lost ({error}). Look at its server's log.") from error
+                    raise self._lost(f" ({error})") from error
                 self._reconnect(end, error)
         data, failed = response["data"], response["type"] == "error"
         if message["type"] == "step" and (not failed or data["code"] == _RAISED):
@@ -170,9 +170,7 @@ class OpenEnvServer:
         if not failed:
             return data
         if data["code"] in (_BUSY, *_FATAL):
-            raise EnvironmentsError(
-                f"the environment at {self._url} is lost: {data['message']} ({data['code']}). Look at its server's log."
-            )
+            raise self._lost(f": {data['message']} ({data['code']})")
         error = RefusedActionError if data["code"] == _NO_ACTION else RemoteStepError
         raise error(f"{data['message']} ({data['code']})")
 
@@ -192,7 +190,10 @@ class OpenEnvServer:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    raise EnvironmentsError(f"the environment at {self._url} is lost ({error}). Look at its server's log.") from cause
+                    raise self._lost(f" ({error})") from cause
+
+    def _lost(self, why: str) -> EnvironmentsError:
+        return EnvironmentsError(f"the environment at {self._url} is lost{why}. Look at its server's log.")
 
     def _open(self, end: float) -> str:
         """Open a session; return the server's URL."""
