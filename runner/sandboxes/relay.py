@@ -18,11 +18,13 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import closing
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _logger = logging.getLogger(__name__)
 _MOST_PORTS = 16
 _CREDENTIALS = struct.Struct("3i")
@@ -142,57 +144,37 @@ async def accept_all(listener: socket.socket, serve: Callable[[socket.socket], C
         await asyncio.gather(*serving, return_exceptions=True)
 
 
-async def pass_bytes(first: socket.socket, second: socket.socket) -> None:
-    """Pass bytes both ways between TCP connections until both ends are closed, or one is reset; the caller closes them."""
-    for connection in (first, second):
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    copies = [asyncio.create_task(_copy(first, second)), asyncio.create_task(_copy(second, first))]
-    try:
-        await asyncio.gather(*copies)
-    except OSError:
-        pass  # an end was reset: closing both tells the other one
-    finally:
-        for copy in copies:
-            copy.cancel()
-        await asyncio.gather(*copies, return_exceptions=True)
+async def pass_bytes(connection: socket.socket, connect: Callable[[], Awaitable[Streams]]) -> None:
+    """Connect to a service, and pass bytes both ways until both ends are closed, or one is reset; both are closed then.
+
+    Raises:
+        Exception: any of `connect`; the connection is closed.
+    """
+    reader, writer = await asyncio.open_connection(sock=connection)
+    with closing(writer):
+        service_reader, service_writer = await connect()
+        with closing(service_writer):
+            copies = [asyncio.create_task(_copy(reader, service_writer)), asyncio.create_task(_copy(service_reader, writer))]
+            try:
+                await asyncio.gather(*copies)
+            except OSError:
+                pass  # an end was reset: closing both tells the other one
+            finally:
+                for copy in copies:
+                    copy.cancel()
+                await asyncio.gather(*copies, return_exceptions=True)
 
 
 async def _pass_on(connection: socket.socket, target: tuple[str, int]) -> None:
-    with connection:
-        try:
-            service = await _connected(target)
-        except OSError as error:
-            _logger.warning("a sandboxed agent asked for the service at %s:%d, which cannot be reached: %s", *target, error)
-            return  # the agent's connection is closed, and it retries as it would outside
-        with service:
-            await pass_bytes(connection, service)
-
-
-async def _connected(target: tuple[str, int]) -> socket.socket:
-    """Return a connection to the first address of a host that takes one: a name may stand for addresses where no service listens."""
-    failure = OSError("it has no address")
-    for family, kind, protocol, _, address in await asyncio.get_running_loop().getaddrinfo(*target, type=socket.SOCK_STREAM):
-        try:
-            return await _connected_to(address, socket.socket(family, kind, protocol))
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-async def _connected_to(address: Any, service: socket.socket) -> socket.socket:
     try:
-        service.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(service, address)
-    except BaseException:
-        service.close()
-        raise
-    return service
+        await pass_bytes(connection, partial(asyncio.open_connection, *target))
+    except OSError as error:  # the agent's connection is closed, and it retries as it would outside
+        _logger.warning("a sandboxed agent asked for the service at %s:%d, which cannot be reached: %s", *target, error)
 
 
-async def _copy(source: socket.socket, target: socket.socket) -> None:
+async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     """Copy bytes until the source's end, and pass the end on."""
-    loop = asyncio.get_running_loop()
-    while data := await loop.sock_recv(source, _CHUNK_BYTES):
-        await loop.sock_sendall(target, data)
-    target.shutdown(socket.SHUT_WR)
+    while data := await source.read(_CHUNK_BYTES):
+        target.write(data)
+        await target.drain()
+    target.write_eof()

@@ -20,7 +20,7 @@ from runner.sandboxes import supervisor
 from runner.sandboxes.engines import SandboxEngine, prepare
 from runner.sandboxes.policy import SandboxPolicy, inner_environment, inner_interpreter
 from runner.sandboxes.program_io import MOST_BYTES, ProgramResult, SandboxProcess, end_program, feed, read_all
-from runner.sandboxes.relay import FIRST_DESCRIPTOR, accept_all, pass_bytes
+from runner.sandboxes.relay import FIRST_DESCRIPTOR, Streams, accept_all, pass_bytes
 from runner.sandboxes.remote import RemoteSandbox
 from spangrad.errors import SandboxError, SandboxRequestError
 from spangrad.processes import dying_with_parent, kill_group
@@ -287,13 +287,14 @@ class Sandbox:
             await accept_all(listener, partial(self._connect, port=port))
 
     async def _connect(self, connection: socket.socket, port: int) -> None:
-        with connection:
-            try:
-                _, (descriptor,) = await self.ask("connect", port)
-            except SandboxRequestError:
-                return  # no program listens there: the connection is closed
-            with socket.socket(fileno=descriptor) as inner:
-                await pass_bytes(connection, inner)
+        async def connect() -> Streams:
+            _, (descriptor,) = await self.ask("connect", port)
+            return await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+
+        try:
+            await pass_bytes(connection, connect)
+        except SandboxRequestError:
+            pass  # no program listens there: the connection is closed
 
     async def stop(self) -> None:
         """End all programs and the sandbox; idempotent."""

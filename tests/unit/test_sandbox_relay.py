@@ -6,11 +6,13 @@ import asyncio
 import logging
 import os
 import socket
+import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from runner.sandboxes.relay import ServiceRelay, _connected, accept_all
+from runner.sandboxes.relay import ServiceRelay, accept_all, pass_bytes
 from tests.support.processes import own_open_files
 from tests.support.runners import is_true, no_descriptors, until
 
@@ -77,17 +79,49 @@ async def test_service_relay_descriptor_that_is_no_listener_is_closed(
     assert failures == []
 
 
-async def test_relay_connects_to_any_address_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # it refuses connections, and no other process gets the port
-        addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (closed, listener)]
+async def test_pass_bytes_connects_to_any_address_of_a_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as refusing:
+        listener.setblocking(False)
+        refusing.bind(("127.0.0.1", 0))  # it refuses connections, and no other process gets the port
+        addresses = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (refusing, listener)]
 
         async def resolve(*_: object, **__: object) -> list[object]:
             return [*addresses]
 
-        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolve)
-        with await _connected(("localhost", 80)) as service:
-            assert service.getpeername() == listener.getsockname()
+        monkeypatch.setattr(loop, "getaddrinfo", resolve)
+        connect = partial(asyncio.open_connection, "localhost", 80)
+        agent, connection = socket.socketpair()
+        with agent:
+            agent.setblocking(False)
+            passing = asyncio.create_task(pass_bytes(connection, connect))
+            service, _ = await loop.sock_accept(listener)
+            with service:
+                await loop.sock_sendall(agent, b"asked")
+                agent.shutdown(socket.SHUT_WR)
+                assert [await loop.sock_recv(service, 100) for _ in range(2)] == [b"asked", b""]
+                await loop.sock_sendall(service, b"answered")
+            assert [await loop.sock_recv(agent, 100) for _ in range(2)] == [b"answered", b""]
+        await asyncio.wait_for(passing, 10)
         addresses.pop()
-        with pytest.raises(ConnectionRefusedError):
-            await _connected(("localhost", 80))
+        agent, connection = socket.socketpair()
+        with agent:
+            agent.setblocking(False)
+            with pytest.raises(ConnectionRefusedError):
+                await pass_bytes(connection, connect)
+            assert await loop.sock_recv(agent, 100) == b""
+
+
+async def test_pass_bytes_of_an_end_that_is_reset_closes_the_other() -> None:
+    loop = asyncio.get_running_loop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        agent, connection = socket.socketpair()
+        with agent:
+            agent.setblocking(False)
+            passing = asyncio.create_task(pass_bytes(connection, partial(asyncio.open_connection, *listener.getsockname())))
+            service, _ = await loop.sock_accept(listener)
+            service.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            service.close()
+            assert await asyncio.wait_for(loop.sock_recv(agent, 100), 10) == b""
+            await asyncio.wait_for(passing, 10)
