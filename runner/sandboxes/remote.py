@@ -168,12 +168,9 @@ class RemoteSandbox:
         timeout_seconds: float | None = None,
         most_bytes: int = MOST_BYTES,
     ) -> ProgramResult:
-        """Run a program to its end; arguments as of `Sandbox.run`.
+        """Run a program to its end; arguments and errors as of `Sandbox.run`.
 
         What is no UTF-8 in an output is escaped; a program that exceeds its time has no outputs.
-
-        Raises:
-            SandboxRequestError: it cannot be started, or the server does not answer.
         """
         words = list(command)
         if environment:
@@ -193,11 +190,7 @@ class RemoteSandbox:
         return ProgramResult(int(ended["exit_code"]), stdout[:most_bytes], stderr[:most_bytes], truncated, False)
 
     async def read(self, path: str, most_bytes: int = MOST_BYTES) -> bytes:
-        """Return the first bytes of a regular file on the server.
-
-        Raises:
-            SandboxRequestError: it cannot be read.
-        """
+        """Return the first bytes of a regular file on the server; errors as of `Sandbox.read`."""
         # The protocol's own route reads text, and changes the ends of its lines.
         ended = await self._execute(["sh", "-c", _READ, "sh", str(most_bytes), path], self.directory)
         if ended["exit_code"]:
@@ -205,30 +198,18 @@ class RemoteSandbox:
         return base64.b64decode(ended["stdout"])
 
     async def write(self, path: str, content: bytes) -> None:
-        """Write a file on the server, and the directories above it.
-
-        Raises:
-            SandboxRequestError: it cannot be written.
-        """
+        """Write a file on the server, and the directories above it; errors as of `Sandbox.write`."""
         await self._upload(path, content)
 
     async def open_process(
         self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, directory: str | None = None
     ) -> NoReturn:
-        """Refuse: the protocol has no pipes.
-
-        Raises:
-            SandboxRequestError: always.
-        """
+        """Refuse by a SandboxRequestError: the protocol has no pipes."""
         del environment, directory
         raise SandboxRequestError(f"SWE-ReX has no pipes, so {command[0]} cannot be started with any. Run it to its end by `run`.")
 
     async def expose(self, port: int) -> NoReturn:
-        """Refuse: the protocol passes no connections.
-
-        Raises:
-            SandboxRequestError: always.
-        """
+        """Refuse by a SandboxRequestError: the protocol passes no connections."""
         raise SandboxRequestError(f"SWE-ReX passes no connections, so port {port} cannot be exposed. Use an engine of this machine.")
 
     async def stop(self) -> None:

@@ -83,7 +83,7 @@ class ToolOutcome:
 
 
 class Toolbox:
-    """Tools in one sandbox; `open_toolbox` makes it."""
+    """Tools in one sandbox; `open_toolbox` makes it. A method whose action fails raises ToolFailedError, with the text for the model."""
 
     def __init__(
         self, sandbox: OpenSandbox, shell: ToolSession | RemoteShell, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
@@ -149,19 +149,11 @@ class Toolbox:
         return await getattr(self, name)(**arguments)
 
     async def shell(self, command: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-        """Run a command, and return its output, with a line on its end where that was not 0.
-
-        Raises:
-            ToolFailedError: it ended with another exit code, or was interrupted.
-        """
+        """Run a command, and return its output; one that ends with another exit code than 0, or is interrupted, has failed."""
         return _shown("the shell", await self._shell.act(command, timeout_seconds), timeout_seconds)
 
     async def python(self, code: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
-        """Run Python code, and return what it printed.
-
-        Raises:
-            ToolFailedError: it raised, or was interrupted; or the sandbox is a remote one.
-        """
+        """Run Python code, and return what it printed; a remote sandbox has no interpreter."""
         if isinstance(self.sandbox, RemoteSandbox):
             raise ToolFailedError("a remote sandbox has no interpreter that stays: run python3 by the tool shell")
         async with self._starting:
@@ -172,11 +164,7 @@ class Toolbox:
         return _shown("the interpreter", await self._python.act(code, timeout_seconds), timeout_seconds)
 
     async def read_file(self, path: str, first_line: int = 1, lines: int | None = None) -> str:
-        """Return a file's text, or lines of it; of a file of more than `MOST_BYTES`, what the first ones hold, and a line about the rest.
-
-        Raises:
-            ToolFailedError: it cannot be read.
-        """
+        """Return a file's text, or lines of it; of a file of more than `MOST_BYTES`, what the first hold, and a line about the rest."""
         text, is_whole = await self._text(path)
         if first_line != 1 or lines is not None:
             start = max(0, first_line - 1)
@@ -189,20 +177,12 @@ class Toolbox:
         return text
 
     async def write_file(self, path: str, content: str) -> str:
-        """Write a file.
-
-        Raises:
-            ToolFailedError: it cannot be written.
-        """
+        """Write a file."""
         await _of_model(self.sandbox.write(path, text_bytes(content)))
         return f"wrote {path}"
 
     async def replace_in_file(self, path: str, old: str, new: str) -> str:
-        """Replace the one occurrence of a text.
-
-        Raises:
-            ToolFailedError: the text is not there, or several times; or the file cannot be changed, or has more than `MOST_BYTES`.
-        """
+        """Replace the one occurrence of a text, in a file of `MOST_BYTES` at most."""
         text, is_whole = await self._text(path)
         if not is_whole:
             raise ToolFailedError(f"{path} has more than {MOST_BYTES} bytes: change it by a command; nothing is changed")
