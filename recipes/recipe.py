@@ -25,6 +25,8 @@ SIZES = ("0.5b", "7b", "32b")
 """Sizes of models that there are settings for."""
 
 Row = Mapping[str, Any]
+SmallData = tuple[Sequence[Row], Sequence[Row], dict[str, Any]]
+"""Rows to train on, rows held out, and values of the recipe's own options."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,34 @@ class Recipe:
     train: str
     """Data set: `hf:OWNER/NAME[:[CONFIG:]SPLIT]`, or a file or directory that `spangrad run --tasks` reads."""
     held_out: str
-    prepare: Callable[[argparse.Namespace, Path], Prepared]
-    """(arguments, directory of the run) -> its tasks. Reads the data by `rows_of(arguments.train)`, and writes what the agent needs."""
-    write_small: Callable[[Path], dict[str, Any]]
-    """Writes small data in the data set's schema into a directory; returns the values of the arguments that name it."""
+    inputs: Callable[[Iterable[Row], argparse.Namespace, Path], list[dict[str, Any]]]
+    """(rows, arguments, directory of the run) -> inputs of the agent, with what its evaluator needs. Writes what the agent needs."""
+    small: Callable[[Path], SmallData]
+    """Returns small data in the data set's schema; may write files into a directory."""
+    services: Callable[[Sequence[Row], argparse.Namespace, Path], tuple[Sequence[ServiceSpec], Mapping[str, str]]] | None = None
+    """(all rows, arguments, directory of the run) -> services beside spangrad's, and variables that the agent finds in its environment."""
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
     """Adds the recipe's own options."""
     parser: str = ""
     """Tool parser of vLLM for the tiny model. Empty: the agent calls no tools."""
+
+    def prepare(self, arguments: argparse.Namespace, directory: Path) -> Prepared:
+        """Read the data sets, and return what a run in this directory needs."""
+        rows, inputs = list[Row](), list[list[dict[str, Any]]]()
+        for source in (arguments.train, arguments.held_out):
+            part = rows_of(source, arguments.rows)
+            inputs.append(self.inputs(part, arguments, directory))
+            rows += part
+        services, env = self.services(rows, arguments, directory) if self.services else ((), {})
+        return Prepared(*inputs, services=services, env=env)
+
+    def write_small(self, directory: Path) -> dict[str, Any]:
+        """Write small data into a directory; return the values of the arguments that name it."""
+        train, held_out, values = self.small(directory)
+        for name, rows in (("train", train), ("held_out", held_out)):
+            values[name] = str(directory / f"{name}.jsonl")
+            write_rows(Path(values[name]), rows)
+        return values
 
     @property
     def agent(self) -> tuple[str, ...]:

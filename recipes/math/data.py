@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from examples.calculator.task import questions
-from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
+from recipes.recipe import Recipe, Row, SmallData
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 MALFORMED = -0.2
@@ -29,25 +28,21 @@ def evaluate(given: Mapping[str, Any], output: str) -> float:
     return float(abs(float(numbers[-1].replace(",", "")) - float(given["answer"])) < 1e-6)
 
 
-def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
-    """Read the data set."""
-    return Prepared(tasks(rows_of(arguments.train, arguments.rows)), tasks(rows_of(arguments.held_out, arguments.rows)))
-
-
-def write_small(directory: Path) -> dict[str, Any]:
-    """Write problems of the calculator's example."""
+def small(directory: Path) -> SmallData:
+    """Return problems of the calculator's example."""
     drawn = questions(0, 64)
-    for name, part in (("train", drawn.train), ("test", drawn.held_out[:16])):
-        rows = ({"question": row["text"], "answer": f"{row['start']} {row['steps']}\n#### {row['answer']}"} for row in part)
-        write_rows(directory / f"{name}.jsonl", rows)
-    return {"train": str(directory / "train.jsonl"), "held_out": str(directory / "test.jsonl")}
+    train, held_out = (
+        [{"question": row["text"], "answer": f"{row['start']} {row['steps']}\n#### {row['answer']}"} for row in part]
+        for part in (drawn.train, drawn.held_out[:16])
+    )
+    return train, held_out, {}
 
 
 RECIPE = Recipe(
     name="math",
     train="hf:openai/gsm8k:main:train",
     held_out="hf:openai/gsm8k:main:test",
-    prepare=prepare,
-    write_small=write_small,
+    inputs=lambda rows, arguments, directory: tasks(rows),
+    small=small,
     parser="words",
 )

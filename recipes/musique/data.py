@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from examples.retrieval_qa.facts import CITIES, CITIES_HAVE, COUNTRIES, COUNTRIES_HAVE, facts
 from examples.retrieval_qa.task import f1
 from recipes.musique.retrieval import WORDS
-from recipes.recipe import CHECKOUT, Prepared, Recipe, Row, rows_of, write_rows
+from recipes.recipe import CHECKOUT, Recipe, Row, SmallData, write_rows
 from spangrad.processes import free_ports
 from spangrad.supervisor.service import ServiceSpec
 
@@ -51,14 +51,12 @@ def evaluate(given: Mapping[str, Any], output: str) -> float:
     return RIGHT * max(f1(words_of(answers[-1]), words_of(right)) for right in given["answers"]) + FORM
 
 
-def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
-    """Read the data set, write the corpus, and have it served."""
-    train, held_out = (rows_of(source, arguments.rows) for source in (arguments.train, arguments.held_out))
+def services(rows: Iterable[Row], arguments: argparse.Namespace, directory: Path) -> tuple[Sequence[ServiceSpec], Mapping[str, str]]:
+    """Write the corpus, and have it served."""
     file = directory / "corpus.jsonl"
-    write_rows(file, ({"text": text} for text in corpus([*train, *held_out])))
-    inputs = tasks(train), tasks(held_out)
+    write_rows(file, ({"text": text} for text in corpus(rows)))
     if arguments.retrieval:
-        return Prepared(*inputs, env={"RETRIEVAL_URL": arguments.retrieval})
+        return (), {"RETRIEVAL_URL": arguments.retrieval}
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     # In the checkout's root, wherever the recipe was started.
@@ -67,7 +65,7 @@ def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
     # On the CPU: engines and trainer take the GPUs.
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     service = ServiceSpec("retrieval", command, directory / "logs" / "retrieval.log", f"{url}/health", env=hidden)
-    return Prepared(*inputs, (service,), {"RETRIEVAL_URL": url})
+    return (service,), {"RETRIEVAL_URL": url}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retrieval", metavar="URL", help="service of corpus.jsonl that runs already; default: one on this machine's CPU")
 
 
-def write_small(directory: Path) -> dict[str, Any]:
-    """Write questions of one and two hops about the world of the retrieval example."""
+def small(directory: Path) -> SmallData:
+    """Return questions of one and two hops about the world of the retrieval example."""
     known = facts()
     paragraphs = [
         {"idx": number, "title": entity, "paragraph_text": f"the {relation} of {entity} is {answer}", "is_supporting": False}
@@ -96,13 +94,11 @@ def write_small(directory: Path) -> dict[str, Any]:
         """Return some of the paragraphs, so that all rows together have all."""
         return [paragraphs[(7 * number + place) % len(paragraphs)] for place in range(60)]
 
-    rows = [
+    rows: list[Row] = [
         {"id": f"{number}", "question": question, "answer": answer, "answer_aliases": [], "answerable": True, "paragraphs": given(number)}
         for number, (question, answer) in enumerate([*single, *double])
     ]
-    for name, part in (("train", rows), ("validation", rows[::6])):
-        write_rows(directory / f"{name}.jsonl", part)
-    return {"train": str(directory / "train.jsonl"), "held_out": str(directory / "validation.jsonl"), "embedder": WORDS}
+    return rows, rows[::6], {"embedder": WORDS}
 
 
 SMALL_WORDS = (*COUNTRIES, *CITIES, *COUNTRIES_HAVE, *CITIES_HAVE, *(word for answer in facts().values() for word in answer.split()))
@@ -113,7 +109,8 @@ RECIPE = Recipe(
     name="musique",
     train="hf:dgslibisey/MuSiQue:train",
     held_out="hf:dgslibisey/MuSiQue:validation",
-    prepare=prepare,
-    write_small=write_small,
+    inputs=lambda rows, arguments, directory: tasks(rows),
+    small=small,
+    services=services,
     options=add_options,
 )

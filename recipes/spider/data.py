@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import sqlite3
 from collections.abc import Iterable, Mapping
@@ -11,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
+from recipes.recipe import Recipe, Row, SmallData
 from recipes.spider.database import rows, schema
 from spangrad.errors import AgentError
 
@@ -41,14 +40,8 @@ def evaluate(given: Mapping[str, Any], output: Mapping[str, Any]) -> float:
     return float(result is not None and result == rows(given["database"], given["query"]))
 
 
-def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
-    """Read the data set and the databases' schemas."""
-    train, held_out = (tasks(rows_of(source, arguments.rows), arguments.databases) for source in (arguments.train, arguments.held_out))
-    return Prepared(train, held_out)
-
-
-def write_small(directory: Path) -> dict[str, Any]:
-    """Write a database of singers, and questions of two patterns."""
+def small(directory: Path) -> SmallData:
+    """Write a database of singers, and return questions of two patterns."""
     file = directory / "database" / "singers" / "singers.sqlite"
     file.parent.mkdir(parents=True)
     rng = random.Random(0)
@@ -57,15 +50,9 @@ def write_small(directory: Path) -> dict[str, Any]:
         singers = [(number, rng.choice(COUNTRIES), rng.randint(18, 70)) for number in range(40)]
         connection.executemany("insert into singer values (?, ?, ?)", singers)
         connection.commit()
-    data = [{"db_id": "singers", "question": f"how many singers from {name}", "query": by_country(name)} for name in COUNTRIES]
+    data: list[Row] = [{"db_id": "singers", "question": f"how many singers from {name}", "query": by_country(name)} for name in COUNTRIES]
     data += [{"db_id": "singers", "question": f"how many singers older than {age}", "query": by_age(age)} for age in AGES]
-    for name, part in (("train", data), ("validation", data[::2])):
-        write_rows(directory / f"{name}.jsonl", part)
-    return {
-        "train": str(directory / "train.jsonl"),
-        "held_out": str(directory / "validation.jsonl"),
-        "databases": directory / "database",
-    }
+    return data, data[::2], {"databases": directory / "database"}
 
 
 def by_country(country: str) -> str:
@@ -82,8 +69,8 @@ RECIPE = Recipe(
     name="spider",
     train="hf:xlangai/spider:train",
     held_out="hf:xlangai/spider:validation",
-    prepare=prepare,
-    write_small=write_small,
+    inputs=lambda rows, arguments, directory: tasks(rows, arguments.databases),
+    small=small,
     options=lambda parser: parser.add_argument(
         "--databases", type=Path, default=Path("data/spider/database"), help="Spider's databases, which the hub does not have"
     ),

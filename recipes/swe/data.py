@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.recipe import Prepared, Recipe, Row, rows_of, write_rows
+from recipes.recipe import Recipe, Row, SmallData
 from recipes.swe.workspace import COPY_SECONDS, copy_command, policy_of
 from runner.sandboxes.sandbox import OpenSandbox, open_sandbox
 from spangrad.errors import AgentError, SandboxError
@@ -117,19 +117,13 @@ async def _applied(sandbox: OpenSandbox, root: str, patch: str, stdin: bytes) ->
     return result.exit_code == 0
 
 
-def prepare(arguments: argparse.Namespace, directory: Path) -> Prepared:
-    """Read the data set, and write the trees of its commits."""
-    train, held_out = (tasks(rows_of(source, arguments.rows), arguments, directory) for source in (arguments.train, arguments.held_out))
-    return Prepared(train, held_out)
-
-
-def write_small(directory: Path) -> dict[str, Any]:
-    """Write a repository with a commit for each wrong operator, and an issue of each."""
+def small(directory: Path) -> SmallData:
+    """Write a repository with a commit for each wrong operator, and return an issue of each."""
     clone = directory / "repositories" / "made__total"
     clone.mkdir(parents=True)
     git = ["git", "-C", str(clone), "-c", "user.name=made", "-c", "user.email=none", "-c", "commit.gpgsign=false"]
     subprocess.run([*git, "init", "-q"], check=True)
-    data: list[dict[str, Any]] = []
+    data: list[Row] = []
     for right, wrong in ((right, wrong) for right in OPERATORS for wrong in OPERATORS if right != wrong):
         (clone / "total.py").write_text(f"def total ( a , b ) :\n    return a {wrong} b\n")
         subprocess.run([*git, "add", "-A"], check=True)
@@ -148,14 +142,7 @@ def write_small(directory: Path) -> dict[str, Any]:
                 "PASS_TO_PASS": "[]",
             }
         )
-    for name, part in (("train", data), ("test", data[::2])):
-        write_rows(directory / f"{name}.jsonl", part)
-    return {
-        "train": str(directory / "train.jsonl"),
-        "held_out": str(directory / "test.jsonl"),
-        "repositories": directory / "repositories",
-        "environments": None,
-    }
+    return data, data[::2], {"repositories": directory / "repositories", "environments": None}
 
 
 def problem(operator: str) -> str:
@@ -174,8 +161,8 @@ RECIPE = Recipe(
     name="swe",
     train="hf:SWE-Gym/SWE-Gym:train",
     held_out="hf:princeton-nlp/SWE-bench_Verified:test",
-    prepare=prepare,
-    write_small=write_small,
+    inputs=tasks,
+    small=small,
     options=_options,
     parser="words",
 )
