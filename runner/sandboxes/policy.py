@@ -140,8 +140,7 @@ def inner_environment(image: UnpackedImage | None) -> dict[str, str]:
 def interpreter_paths(program: Path) -> Iterator[Path]:
     """Yield the directories that a program needs of its interpreter's: its virtual environment's, and those of that one's base.
 
-    Args:
-        program: file of the program, as PATH names it. A link leads to where its libraries are.
+    The program's file is as PATH names it: a link leads to where its libraries are.
     """
     environment = program.parent.parent
     if (configuration := environment / "pyvenv.cfg").is_file():

@@ -50,13 +50,7 @@ def serve(settings: EnvironmentServiceSettings, commands: Mapping[str, ShardComm
 async def running(
     settings: EnvironmentServiceSettings, commands: Mapping[str, ShardCommand], shards: int, capacity: int
 ) -> AsyncGenerator[str]:
-    """Serve for as long as the block; yield the URL.
-
-    Args:
-        settings: address and times.
-        commands: commands of the environments' processes, by name; a single one is served at the root as well.
-        shards: number of processes of each environment.
-        capacity: largest number of sessions of each environment.
+    """Serve environments for as long as the block, each with so many shards and sessions; a single one at the root as well. Yield the URL.
 
     Raises:
         EnvironmentsError: an environment cannot be created.
