@@ -102,7 +102,6 @@ def small(directory: Path) -> SmallData:
 
 
 SMALL_WORDS = (*COUNTRIES, *CITIES, *COUNTRIES_HAVE, *CITIES_HAVE, *(word for answer in facts().values() for word in answer.split()))
-"""Words of the small data."""
 
 
 RECIPE = Recipe(

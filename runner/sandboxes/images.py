@@ -39,7 +39,6 @@ class UnpackedImage:
     digest: str
     """Digest of its manifest: `sha256:` and hex."""
     root: Path
-    """Its file system."""
     variables: Mapping[str, str]
     """Environment variables that it sets."""
     interpreter: Path | None

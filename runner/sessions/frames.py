@@ -39,9 +39,7 @@ class FrameEvents(IntFlag):
     STEP = 2
     """A step was played, and not only answered again."""
     REWARD = 4
-    """The step has a reward."""
     DONE = 8
-    """The episode has ended."""
     ERROR = 16
     CLOSED = 32
     """The client has ended the session."""

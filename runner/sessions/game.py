@@ -33,9 +33,7 @@ class Seat:
 
     state: PlayerState = PlayerState.DONE
     steps: int = 0
-    """Steps of the episode."""
     step_name: str | None = None
-    """Name of the last step."""
     response: asyncio.Future[bytes] | None = None
     """Response to its last request, done once it is sent. None: it has sent none in this episode."""
     last_reset: LastReset[asyncio.Future[bytes]] = field(default_factory=LastReset["asyncio.Future[bytes]"])

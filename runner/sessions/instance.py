@@ -47,7 +47,6 @@ class Played:
     content: Content
     """Content that shows the observation, for the span; empty where there is none."""
     metadata: Mapping[str, Any]
-    """Metadata of the response."""
 
 
 class SessionInstance:

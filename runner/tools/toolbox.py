@@ -78,7 +78,6 @@ class ToolOutcome:
     """Outcome of a call."""
 
     text: str
-    """Text for the model."""
     failed: bool
 
 

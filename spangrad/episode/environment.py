@@ -76,7 +76,7 @@ def is_environment_class(value: object) -> TypeGuard[Callable[[], Environment]]:
 
 
 class EnvironmentCalls:
-    """Calls of one environment."""
+    """Calls of one environment. They raise EnvironmentsError where it returns what the protocol has not, such as an infinite reward."""
 
     def __init__(self, environment: Environment, thread: ThreadPoolExecutor | None = None) -> None:
         """Store an environment; `thread` is the pool of one thread in which it was created, None: any thread.
@@ -85,7 +85,6 @@ class EnvironmentCalls:
             EnvironmentsError: it lacks a method.
         """
         self.name = type(environment).__name__
-        """Name of the environment's class."""
         if not is_environment(environment):
             lacking = " and ".join(name for name in ("reset", "step") if not callable(getattr(environment, name, None)))
             raise EnvironmentsError(f"{self.name} is no environment: it lacks {lacking}. Write reset(task) and step(action).")
@@ -128,27 +127,15 @@ class EnvironmentCalls:
         return await prompt_of(self._environment, role, self._call)
 
     async def acting(self) -> Sequence[str]:
-        """Return the roles whose turn it is.
-
-        Raises:
-            EnvironmentsError: they are no roles of the environment.
-        """
+        """Return the roles whose turn it is."""
         return checked_turn(self.name, await self._call(acting_of(self._environment)), self.roles)
 
     async def step_together(self, actions: Mapping[str, object]) -> Mapping[str, StepResult]:
-        """Apply the actions of several roles at once; return the results by role.
-
-        Raises:
-            EnvironmentsError: the environment returned anything else, or a reward that is not finite.
-        """
+        """Apply the actions of several roles at once; return the results by role."""
         return checked_by_role(f"{self.name}.step", await self._call(self._environment.step, actions), self.roles)
 
     async def forfeit(self, role: str) -> Mapping[str, StepResult] | None:
-        """Have a role forfeit; return the results by role. None: the environment has no rule for that.
-
-        Raises:
-            EnvironmentsError: as for `step_together`.
-        """
+        """Have a role forfeit; return the results by role. None: the environment has no rule for that."""
         forfeit = getattr(self._environment, "forfeit", None)
         return None if forfeit is None else checked_by_role(f"{self.name}.forfeit", await self._call(forfeit, role), self.roles)
 
@@ -157,11 +144,7 @@ class EnvironmentCalls:
         return await self._call(self._environment.reset, task)
 
     async def step(self, action: object) -> StepResult:
-        """Apply an action.
-
-        Raises:
-            EnvironmentsError: the environment returned no `StepResult`, or a reward that is not finite.
-        """
+        """Apply an action."""
         return checked_result(f"{self.name}.step", await self._call(self._environment.step, action))
 
     async def parse(self, text: str) -> Any:
