@@ -16,18 +16,7 @@ from transition_builder.calls.retries import failed
 from transition_builder.dialects.reading import attribute
 from transition_builder.frames import empty
 from transition_builder.rewards.rules.columns import COLUMNS, EVENTS, LOGS
-from transition_builder.schemas import ATTEMPT, CHOICE, SPAN, TOOL_EVENTS, TOOL_LOGS, Schema
-
-_EVENT = ["Name", "Attributes"]
-_LOG = ["Severity", "Body", "Attributes"]
-
-RECORDS: Schema = {
-    "ExceptionTypes": pl.List(pl.String()),
-    "Events": pl.List(pl.Struct({name: TOOL_EVENTS[name] for name in _EVENT})),
-    "Logs": pl.List(pl.Struct({name: TOOL_LOGS[name] for name in _LOG})),
-}
-"""Records of a tool call; lists are empty where there are none. ExceptionTypes: each once, of `exception` events and of log records; where
-neither names one, `error.type` of the tool's spans."""
+from transition_builder.schemas import ATTEMPT, CHOICE, SPAN, TOOL_EVENTS, TOOL_LOGS
 
 
 @dataclass(frozen=True)
@@ -69,9 +58,25 @@ class RuleInput:
         return self.caused.join(self.placed.select("CallId"), on="CallId", how="semi", maintain_order="left")
 
     @cached_property
-    def recorded_tools(self) -> pl.DataFrame:
-        """Return the same tools with the columns of RECORDS."""
-        return with_records(self.tools, self.nodes, self.tool_events, self.tool_logs)
+    def tool_spans(self) -> pl.DataFrame:
+        """Return the spans of those tools, in their order: Tool, CallId, ToolName, SPAN and ErrorType."""
+        spans = self.tools.select("CallId", "Tool", pl.col("ToolName").fill_null(""), Node="Nodes").explode("Node", empty_as_null=False)
+        return spans.drop("Node").hstack(self.nodes.select(*SPAN, ErrorType=attribute(semconv.ERROR_TYPE))[spans["Node"]])
+
+    @cached_property
+    def exception_types(self) -> pl.DataFrame:
+        """Return the types of exceptions in those tools, each once a tool, in their order: Tool, CallId, ExceptionType.
+
+        Types are those of `exception` events and of log records; where neither names one, `error.type` of the tool's spans.
+        """
+        named = pl.col("ExceptionType").fill_null("") != ""
+        of_records = [self._records(records).filter(named) for records in (self.tool_events, self.tool_logs)]
+        columns = ["CallId", "Tool", "ExceptionType"]
+        recorded = pl.concat([records[columns] for records in of_records])
+        reported = self.tool_spans.rename({"ErrorType": "ExceptionType"})[columns].filter(named)
+        types = pl.concat([recorded, reported.join(recorded, on="Tool", how="anti", maintain_order="left")])
+        in_order = self.tools.select("Tool").join(types, on="Tool", maintain_order="left_right")
+        return in_order.unique(["Tool", "ExceptionType"], keep="first", maintain_order=True)
 
     @cached_property
     def answered(self) -> pl.DataFrame:
@@ -89,7 +94,7 @@ class RuleInput:
         facts = (
             self.used.join(executed, on="CallId", how="left")
             .join(texts, on="CallId", how="left")
-            .join(self._records(), on="CallId", how="left")
+            .join(self._of_records(), on="CallId", how="left")
             .with_columns(
                 pl.col("Tools", "ToolExceptionTypes", "ToolEventNames", "ToolEvents", "ToolLogBodies", "ToolLogs").fill_null([]),
                 pl.col("FailedTools").fill_null(0),
@@ -99,54 +104,23 @@ class RuleInput:
         )
         return facts.select(*ATTEMPT, *SPAN, "CallId", *(pl.col(name).cast(dtype) for name, dtype in COLUMNS.items()))
 
-    def _records(self) -> pl.DataFrame:
+    def _of_records(self) -> pl.DataFrame:
         """Return CallId and the columns of EVENTS and LOGS, of calls that caused tools to run."""
         if self.used_columns.isdisjoint(EVENTS | LOGS):
             return empty({"CallId": COLUMNS["Text"], **{name: dtype for name, dtype in COLUMNS.items() if name in EVENTS | LOGS}})
-        named = pl.col("ToolName").fill_null("").alias("Tool")
-        calls = self.recorded_tools.select("CallId").unique(maintain_order=True)
-        types = self.recorded_tools.select("CallId", ToolExceptionTypes="ExceptionTypes").explode("ToolExceptionTypes", empty_as_null=False)
-        events = self.recorded_tools.select("CallId", named, event="Events").explode("event", empty_as_null=False).unnest("event")
-        logs = self.recorded_tools.select("CallId", named, log="Logs").explode("log", empty_as_null=False).unnest("log")
+        tool, severity = pl.col("ToolName").alias("Tool"), pl.col("Severity").max()
+        events, logs = pl.struct(tool, "Name", "Attributes"), pl.struct(tool, "Severity", "Body", "Attributes")
         parts = (
-            types.group_by("CallId", maintain_order=True).agg("ToolExceptionTypes"),
-            events.group_by("CallId", maintain_order=True).agg(
-                ToolEventNames=pl.col("Name"), ToolEvents=pl.struct("Tool", "Name", "Attributes")
-            ),
-            logs.group_by("CallId", maintain_order=True).agg(
-                ToolLogBodies=pl.col("Body"),
-                ToolLogSeverity=pl.col("Severity").max(),
-                ToolLogs=pl.struct("Tool", "Severity", "Body", "Attributes"),
-            ),
+            (self.exception_types, {"ToolExceptionTypes": pl.col("ExceptionType")}),
+            (self._records(self.tool_events), {"ToolEventNames": pl.col("Name"), "ToolEvents": events}),
+            (self._records(self.tool_logs), {"ToolLogBodies": pl.col("Body"), "ToolLogSeverity": severity, "ToolLogs": logs}),
         )
-        for part in parts:
-            calls = calls.join(part, on="CallId", how="left", maintain_order="left")
+        calls = self.tools.select("CallId").unique(maintain_order=True)
+        for records, columns in parts:
+            of_calls = records.group_by("CallId", maintain_order=True).agg(**columns)
+            calls = calls.join(of_calls, on="CallId", how="left", maintain_order="left")
         return calls
 
-
-def with_records(tools: pl.DataFrame, nodes: pl.DataFrame, events: pl.DataFrame, logs: pl.DataFrame) -> pl.DataFrame:
-    """Add the columns of RECORDS to tool calls.
-
-    Args:
-        tools: rows of `causes`, with Tool and Nodes.
-        nodes: the described spans that Nodes number.
-        events: TOOL_EVENTS.
-        logs: TOOL_LOGS.
-    """
-    spans = tools.select("Tool", Node="Nodes").explode("Node", empty_as_null=False)
-    facts = nodes.select(*SPAN, ErrorType=attribute(semconv.ERROR_TYPE))[spans["Node"]]
-    spans = spans.select("Tool").hstack(facts)
-    of_events = spans.join(events, on=SPAN, maintain_order="left_right")
-    of_logs = spans.join(logs, on=SPAN, maintain_order="left_right")
-    recorded = pl.concat([rows[["Tool", "ExceptionType"]] for rows in (of_events, of_logs)]).filter(pl.col("ExceptionType") != "")
-    reported = spans.select("Tool", ExceptionType="ErrorType").filter(pl.col("ExceptionType").fill_null("") != "")
-    types = pl.concat([recorded, reported.join(recorded, on="Tool", how="anti", maintain_order="left")])
-    parts = (
-        types.group_by("Tool", maintain_order=True).agg(ExceptionTypes=pl.col("ExceptionType").unique(maintain_order=True)),
-        of_events.group_by("Tool", maintain_order=True).agg(Events=pl.struct(_EVENT)),
-        of_logs.group_by("Tool", maintain_order=True).agg(Logs=pl.struct(_LOG)),
-    )
-    whole = tools
-    for part in parts:
-        whole = whole.join(part, on="Tool", how="left", maintain_order="left")
-    return whole.with_columns(pl.col(name).fill_null([]).cast(dtype) for name, dtype in RECORDS.items())
+    def _records(self, records: pl.DataFrame) -> pl.DataFrame:
+        """Return TOOL_EVENTS or TOOL_LOGS of those tools, by tool and in order, with the columns of `tool_spans`."""
+        return self.tool_spans.join(records, on=SPAN, maintain_order="left_right")

@@ -24,8 +24,8 @@ def error(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
 
 def exception(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
-    matches = pl.col("ExceptionTypes").list.eval(pl.element().str.contains(whole(rule.types or ""))).list.any()
-    return _findings(rule, rule_input, matches, rule_input.recorded_tools)
+    matching = rule_input.exception_types.filter(pl.col("ExceptionType").str.contains(whole(rule.types or "")))
+    return _findings(rule, rule_input, pl.col("Tool").is_in(matching["Tool"].implode()))
 
 
 def empty_result(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
@@ -43,9 +43,5 @@ def whole(pattern: str) -> str:
     return rf"\A(?:{pattern})\z"
 
 
-def _findings(rule: AirRule, rule_input: RuleInput, holds: pl.Expr, tools: pl.DataFrame | None = None) -> pl.DataFrame:
-    return (
-        (rule_input.tools if tools is None else tools)
-        .filter(named(rule, "ToolName") & holds)
-        .select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
-    )
+def _findings(rule: AirRule, rule_input: RuleInput, holds: pl.Expr) -> pl.DataFrame:
+    return rule_input.tools.filter(named(rule, "ToolName") & holds).select("CallId", "TraceId", "SpanId", Value=pl.lit(rule.reward))
