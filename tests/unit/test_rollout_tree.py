@@ -146,7 +146,7 @@ def test_draw_spans_without_sequence_orders_by_time() -> None:
 def test_draw_several_builds_names_each() -> None:
     kept = Conclusion(0, "t0", "2", 0, "", "policy", 3, 0)
     dropped = Conclusion(0, "t0", "2", 0, "", "policy", reason="over_length", detail="9 tokens")
-    builds = [Build("0123456789abcdef", [kept], "default@1"), Build("fedcba9876543210", [dropped])]
+    builds = [Build("0123456789abcdef", conclusions=[kept], dataset="default@1"), Build("fedcba9876543210", conclusions=[dropped])]
     assert text(Record("two", [span("chat", "2", kind="llm")], [], [], builds)) == (
         """\
 rollout two

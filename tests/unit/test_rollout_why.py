@@ -28,15 +28,15 @@ KEPT_CALL = Conclusion(1, "t1", "b3", 0, "researcher", "policy", 3, 0, GIVEN)
 CUT = Conclusion(1, "t1", "b6", 1, "", "policy", reason="mixed_versions", detail="versions 3, 4", convention="gateway")
 BUILD = Build(
     SETTINGS.builder.spec,
-    [KEPT_CALL, CUT],
-    "default@1",
     "run-1",
-    1,
-    1,
-    2,
-    NOW - timedelta(minutes=1),
     group="g7",
     group_size=8,
+    revision=1,
+    attempt=1,
+    calls=2,
+    built_at=NOW - timedelta(minutes=1),
+    conclusions=[KEPT_CALL, CUT],
+    dataset="default@1",
     group_built=7,
 )
 

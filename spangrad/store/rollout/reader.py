@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from spangrad import semconv
 from spangrad.store.clickhouse import moment
@@ -45,7 +46,7 @@ WHERE RolloutKey IN {keys:Array(String)}
 _OF_ROLLOUT = "RolloutId = {id:String}"
 _OF_BUILD = ("Mode", "GroupId", "GroupSize", "Revision", "Attempt", "Calls", "BuildId")
 _BUILDS = f"""
-SELECT RunId, BuildSpec, {", ".join(_OF_BUILD)}, toUnixTimestamp64Micro(IngestedAt)
+SELECT BuildSpec, RunId, {", ".join(_OF_BUILD)}, toUnixTimestamp64Micro(IngestedAt)
 FROM {builds_sql(where=_OF_ROLLOUT, facts=_OF_BUILD)} AS b
 ORDER BY BuildSpec, RunId
 """
@@ -104,21 +105,6 @@ SkipLookup = Callable[[str, str, str, str], Sequence[tuple[str, str, str, str]]]
 """Function from run, mode, build specification and id of a group to policy, branch, reason and detail of each trainer that skipped it."""
 
 
-class _BuildRow(NamedTuple):
-    """Row of _BUILDS."""
-
-    run: str
-    spec: str
-    mode: str
-    group: str
-    size: int
-    revision: int
-    attempt: int
-    calls: int
-    id: int
-    at: int
-
-
 def read(client: Client, id_: str, describe: Describe, attempt: int | None = None, skipped: SkipLookup | None = None) -> Record:
     """Read a rollout, or one of its attempts. The record has no spans if the store knows no such rollout.
 
@@ -143,7 +129,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
         reading = pool.submit(spans_of, traces)
         built, called = pool.submit(rows, _BUILDS), pool.submit(rows, _CALLS, keys=[id_, *traces])
         trained, committed, datasets = (pool.submit(rows, sql) for sql in (_TRAINED, _COMMITTED, _DATASETS))
-        builds = [_BuildRow(*row) for row in built.result()]
+        builds = [Build(*row, built_at=moment(at)) for *row, at in built.result()]
         concluded = [pool.submit(rows, sql, builds=[build.id for build in builds]) for sql in (_TRANSITIONS, _DROPS, _GIVEN)]
         # Without a group: all rollouts of the run that have none would count as one.
         groups = [
@@ -169,7 +155,7 @@ def read(client: Client, id_: str, describe: Describe, attempt: int | None = Non
         spans,
         [call for call in (Call(*row) for row in called.result()) if (call.trace, call.span) in kept],
         rewards,
-        _builds(builds, of_groups, conclusions, datasets.result(), skipped),
+        _concluded(builds, of_groups, conclusions, datasets.result(), skipped),
         [TrainedBatch(*row) for row in trained.result()],
         {(policy, branch): versions for policy, branch, versions in committed.result()},
         moment(max(row["Arrived"] for row in all_rows)),
@@ -220,9 +206,9 @@ def _conclusions(
     return {key: [row for row in rows if attempt is None or row.attempt == attempt] for key, rows in conclusions.items()}
 
 
-def _builds(
-    rows: Sequence[_BuildRow],
-    built: Sequence[int],
+def _concluded(
+    builds: Sequence[Build],
+    of_groups: Sequence[int],
     conclusions: Mapping[tuple[str, str], list[Conclusion]],
     datasets: Iterable[tuple[str, str]],
     skipped: SkipLookup | None,
@@ -231,19 +217,12 @@ def _builds(
     for spec, name in datasets:
         names[spec].append(name)
     return [
-        Build(
-            row.spec,
-            conclusions.get((row.run, row.spec), []),
-            dataset=", ".join(names[row.spec]),
-            run=row.run,
-            revision=row.revision,
-            attempt=row.attempt,
-            calls=row.calls,
-            built_at=moment(row.at),
-            group=row.group,
-            group_size=row.size,
+        replace(
+            build,
+            conclusions=conclusions.get((build.run, build.spec), []),
+            dataset=", ".join(names[build.spec]),
             group_built=of_group,
-            skipped=skipped(row.run, row.mode, row.spec, row.group) if skipped else (),
+            skipped=skipped(build.run, build.mode, build.spec, build.group) if skipped else (),
         )
-        for row, of_group in zip(rows, built, strict=True)
+        for build, of_group in zip(builds, of_groups, strict=True)
     ]

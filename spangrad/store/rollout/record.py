@@ -146,18 +146,20 @@ class Build:
     """Newest revision of the rollout that one build specification built."""
 
     spec: str
-    conclusions: Sequence[Conclusion]
-    dataset: str = ""
-    """Datasets of the specification, as NAME@REVISION joined by `, `; empty if it has none."""
     run: str = ""
+    mode: str = ""
+    group: str = ""
+    group_size: int = 0
     revision: int = 0
     attempt: int = 0
     """Number of the attempt whose transitions count."""
     calls: int = 0
     """Number of calls that the build counted."""
+    id: int = 0
     built_at: datetime | None = None
-    group: str = ""
-    group_size: int = 0
+    conclusions: Sequence[Conclusion] = ()
+    dataset: str = ""
+    """Datasets of the specification, as NAME@REVISION joined by `, `; empty if it has none."""
     group_built: int = 0
     """Number of rollouts of the group that this specification has built; 0 if the rollout has no group."""
     skipped: Sequence[tuple[str, str, str, str]] = ()
