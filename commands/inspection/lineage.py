@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -53,7 +54,7 @@ def lineage(
             assert span_key is not None
             answer = of_span(client, *span_key)
             text = span_text(answer)
-    print(json.dumps(answer.as_json(), indent=2) if json_ else "\n".join(text))
+    print(json.dumps(asdict(answer), indent=2) if json_ else "\n".join(text))
 
 
 def version_name(text: str) -> tuple[str, int]:

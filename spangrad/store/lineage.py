@@ -7,7 +7,7 @@ around versions that were rolled back; spans are those of `spangrad.lineage` tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import StoreError
@@ -133,10 +133,6 @@ class VersionLineage:
     ancestors: list[Ancestor]
     """The version itself, its parent and so on."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the lineage as a JSON object, for --json."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class TrainedVersion:
@@ -163,10 +159,6 @@ class SpanLineage:
     span: str
     rollouts: list[str]
     versions: list[TrainedVersion] = field(default_factory=list[TrainedVersion])
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the lineage as a JSON object, for --json."""
-        return asdict(self)
 
 
 def of_version(client: Client, policy: str, number: int, branch: str | None, depth: int) -> VersionLineage:
@@ -198,13 +190,12 @@ def of_version(client: Client, policy: str, number: int, branch: str | None, dep
     files: dict[str, list[TrainedFile]] = {}
     for batch, *facts in _rows(client, _FILES, policy=policy):
         files.setdefault(str(batch), []).append(TrainedFile(*facts))
-    return VersionLineage(
-        policy,
-        [
-            replace(_with_batch(client, policy, version, sizes, with_spans=place < depth), files=files.get(version.batch, []))
-            for place, version in enumerate(ancestors(versions, first))
-        ],
-    )
+    line = list[Ancestor]()
+    for place, version in enumerate(ancestors(versions, first)):
+        groups, rollouts = sizes.get(version.batch, (0, 0))
+        shown = _batch(client, policy, version) if place < depth else None
+        line.append(replace(version, groups=groups, rollouts=rollouts, files=files.get(version.batch, []), batch_rollouts=shown))
+    return VersionLineage(policy, line)
 
 
 def of_span(client: Client, trace: str, span: str) -> SpanLineage:
@@ -263,13 +254,9 @@ def _versions(client: Client, policy: str) -> dict[tuple[str, int], Ancestor]:
     return {(row[0], int(row[1])): Ancestor(*row) for row in _rows(client, _VERSIONS, policy=policy)}
 
 
-def _with_batch(client: Client, policy: str, version: Ancestor, sizes: Mapping[str, tuple[int, int]], *, with_spans: bool) -> Ancestor:
-    groups, rollouts = sizes.get(version.batch, (0, 0))
-    shown = (_batch(client, policy, version) if version.batch else []) if with_spans else None
-    return replace(version, groups=groups, rollouts=rollouts, batch_rollouts=shown)
-
-
 def _batch(client: Client, policy: str, version: Ancestor) -> list[BatchRolloutRow]:
+    if not version.batch:
+        return []
     spans: dict[tuple[str, str, int], list[TrainedSpan]] = {}
     key = {"policy": policy, "branch": version.branch, "version": version.version}
     trained = _trained_calls(client, [(policy, version.branch, version.version)]).get(version.batch)

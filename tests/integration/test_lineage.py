@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def test_lineage_leads_from_version_to_spans_and_from_span_to_versions(settings:
         of_span(world.client, "x", "y")
 
     printed = spangrad(settings, "lineage", f"{run}@3", "--depth", "2", "--json")
-    assert json.loads(printed) == json.loads(json.dumps(lineage.as_json()))
+    assert json.loads(printed) == json.loads(json.dumps(asdict(lineage)))
     assert spangrad(settings, "lineage", "--span", f"TraceId-{run}-a-0/SpanId-{run}-a-0").splitlines() == span_text(back)
     trainer.ledger.close()
     fork.ledger.close()
