@@ -113,7 +113,7 @@ class AgentCommand:
             AgentError: the program, or opentelemetry-instrument, was not found.
         """
         self._directory = directory
-        self._on_group = on_group or _ignore_group
+        self._on_group: Callable[[int, bool], None] = on_group or (lambda leader, ended: None)
         self._sandbox = sandbox
         self._command = command_line(command, directory, instrument=instrument, in_image=sandbox is not None and sandbox.has_image)
 
@@ -212,10 +212,6 @@ async def _free_space(*outputs: IO[bytes] | int) -> None:
                 free_beginning(output.fileno())
 
 
-def _ignore_group(leader: int, ended: bool) -> None:
-    del leader, ended
-
-
 def kill_groups() -> None:
     """Kill the programs of all running attempts at once; safe to call in a signal handler."""
     for leader in list(_groups):
@@ -228,17 +224,13 @@ async def variables_of(endpoint: str | None, leased: object) -> dict[str, str]:
     Raises:
         PromptError: the prompt of the attempt could not be fetched, or is too long for a variable.
     """
-    return _environment(endpoint, leased) | await asyncio.to_thread(program_variables, os.environ)
-
-
-def _environment(endpoint: str | None, leased: object) -> dict[str, str]:
     environment = {**os.environ, **{name.upper(): value for name, value in carrier_of().items()}}
     environment |= resource_variable(environment)
     if endpoint is not None:
         environment["OPENAI_BASE_URL"] = endpoint
     if leased is not None:
         environment[ENVIRONMENT_VARIABLE] = json.dumps(leased)
-    return environment
+    return environment | await asyncio.to_thread(program_variables, os.environ)
 
 
 def passed_variables(environment: Mapping[str, str]) -> list[str]:

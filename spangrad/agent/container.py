@@ -19,8 +19,10 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry import baggage
@@ -183,11 +185,7 @@ def remove(engine: str, names: list[str]) -> None:
     if not names:
         return
     try:
-        subprocess.run(
-            [engine, "rm", "--force", "--volumes", *names],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=_without_mark(), timeout=_REMOVE_SECONDS, check=False, start_new_session=True,
-        )  # fmt: skip
+        subprocess.run(**_removal(engine, names), timeout=_REMOVE_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         print(f"spangrad: the containers {', '.join(names)} may still run ({error})", file=sys.stderr)
 
@@ -195,16 +193,12 @@ def remove(engine: str, names: list[str]) -> None:
 def remove_running() -> None:
     """Start the removal of the containers of all running attempts, without waiting; safe to call in a signal handler."""
     for name, engine in list(_running.items()):
-        try:
-            subprocess.Popen(
-                [engine, "rm", "--force", "--volumes", name],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=_without_mark(), start_new_session=True,
-            )  # fmt: skip
-        except OSError:
-            continue  # the next worker's start removes it
+        with suppress(OSError):  # the next worker's start removes it
+            subprocess.Popen(**_removal(engine, [name]))
 
 
-def _without_mark() -> dict[str, str]:
-    """Return our environment without the mark, so that the removal is not killed together with the host."""
-    return {key: value for key, value in os.environ.items() if key != MARK}
+def _removal(engine: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of the process that kills and removes containers; without the mark it is not killed together with the host."""
+    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return {"args": [engine, "rm", "--force", "--volumes", *names], "env": environment, "start_new_session": True, **nowhere}

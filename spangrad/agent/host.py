@@ -31,6 +31,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -130,12 +131,9 @@ class Host:
         return not self._threads and not self._left_open
 
     async def _attempt(self, job: Mapping[str, Any]) -> AttemptReply:
-        log = AttemptLog(job.get("log"))
-        begin_log(log)
-        try:
+        with closing(AttemptLog(job.get("log"))) as log:
+            begin_log(log)
             return await self._noted(job["id"], job, AttemptNote())
-        finally:
-            log.close()
 
     async def _noted(self, name: str, job: Mapping[str, Any], note: AttemptNote) -> AttemptReply:
         context.attach(with_note(context_from({key: job[key] for key in ("traceparent", "baggage") if job.get(key)}), note))
