@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from transition_builder.export.files import JsonLines, read_lines
+from transition_builder.export.tally import ExportTally, LeftOut
 
 _ROWS_A_GROUP = 1000
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
@@ -34,13 +35,7 @@ class MessageRows:
     """Collects rows that have messages in one column, and optionally tools."""
 
     def __init__(self, out: Path, messages: str, others: Mapping[str, Any]) -> None:
-        """Start to collect.
-
-        Args:
-            out: the Parquet file.
-            messages: the column of messages.
-            others: the other columns, `tools` excepted.
-        """
+        """Collect rows for the Parquet file `out`, with a column of `messages` and `others`, `tools` excepted."""
         self._out = out
         self._waiting = out.with_name(out.name + ".rows")
         self._lines = JsonLines(self._waiting)
@@ -57,12 +52,8 @@ class MessageRows:
         self._tools[offered] += 1
         self._lines.write({"row": row, "tools": offered, "calls": calls})
 
-    def finish(self, left_out: Callable[[int], None]) -> Iterator[tuple[dict[str, Any], int]]:
-        """Write the file; yield each row in it and its number of calls.
-
-        Args:
-            left_out: called with the number of calls of each row whose tools do not fit.
-        """
+    def finish(self, tally: ExportTally) -> Iterator[tuple[dict[str, Any], int]]:
+        """Write the file; yield each row in it and its number of calls; count the calls of rows whose tools do not fit."""
         self._lines.close()
         fitting, tools_type = fitting_tools(self._tools)
         message = pa.struct([(name, dtype) for name, dtype in _MESSAGE.items() if name in self._keys or name in ("role", "content")])
@@ -74,9 +65,7 @@ class MessageRows:
         with pq.ParquetWriter(self._out, schema, compression="zstd") as writer:
             while batch := list(islice(rows, _ROWS_A_GROUP)):
                 kept = [buffered for buffered in batch if buffered["tools"] in fitting]
-                for buffered in batch:
-                    if buffered["tools"] not in fitting:
-                        left_out(buffered["calls"])
+                tally.count_left_out(LeftOut.TOOLS_DIFFER, sum(buffered["calls"] for buffered in batch if buffered["tools"] not in fitting))
                 converted = [
                     buffered["row"] | ({"tools": json.loads(buffered["tools"] or "[]")} if tools_type is not None else {})
                     for buffered in kept
@@ -93,8 +82,7 @@ class MessageRows:
 def fitting_tools(counts: Mapping[str, int]) -> tuple[set[str], Any]:
     """Return the lists of tools that can share a column unchanged, the frequent ones first, and the column's type.
 
-    Args:
-        counts: number of rows with each list, which is written as JSON; empty: none.
+    `counts` has the number of rows with each list, which is written as JSON; empty: none.
     """
     fitting, chosen, column_type = {""}, list[Any](), None
     examples = list[Any]()

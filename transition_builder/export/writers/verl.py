@@ -9,6 +9,7 @@ verl's readers, as of 0.9: `RLHFDataset` wants `data_source`, `prompt`, `ability
 from __future__ import annotations
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,12 @@ _META = pa.struct(
 
 def write_verl(reader: ExportReader, out: Path) -> None:
     """Write prompts for `RLHFDataset` to the file `out`: the messages that rollouts began with, each once."""
-    rows = MessageRows(out, "prompt", _RL_COLUMNS)
     seen: set[bytes] = set()
-    try:
+    with closing(MessageRows(out, "prompt", _RL_COLUMNS)) as rows:
         for part in reader.parts():
             _add_prompts(reader, part, rows, seen)
-        for _, calls in rows.finish(lambda calls: reader.tally.count_left_out(LeftOut.TOOLS_DIFFER, calls)):
+        for _, calls in rows.finish(reader.tally):
             reader.tally.write(calls, rows=1)
-    finally:
-        rows.close()
 
 
 def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen: set[bytes]) -> None:
@@ -99,15 +97,12 @@ def _task(reader: ExportReader, rollout: dict[str, Any], call: dict[str, Any], i
 
 def write_verl_sft(reader: ExportReader, out: Path) -> None:
     """Write conversations for `MultiTurnSFTDataset` to the file `out`."""
-    rows = MessageRows(out, "messages", {"meta": _META})
-    try:
+    with closing(MessageRows(out, "messages", {"meta": _META})) as rows:
         for part in reader.parts():
             for rollout in rollout_texts(reader, part):
                 _add_conversations(reader, rollout, rows)
-        for row, calls in rows.finish(lambda calls: reader.tally.count_left_out(LeftOut.TOOLS_DIFFER, calls)):
+        for row, calls in rows.finish(reader.tally):
             reader.tally.write(calls, rows=1, trained_messages=sum(message["role"] == "assistant" for message in row["messages"]))
-    finally:
-        rows.close()
 
 
 def _add_conversations(reader: ExportReader, rollout: RolloutTexts, rows: MessageRows) -> None:
