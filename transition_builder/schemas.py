@@ -23,6 +23,10 @@ SPAN = ["TraceId", "SpanId"]
 CHOICE = [*SPAN, "ChoiceIndex"]
 """Columns that name a choice of a call."""
 
+_SPAN: Schema = dict.fromkeys(SPAN, _TEXT)
+_CHOICE: Schema = {**_SPAN, "ChoiceIndex": pl.UInt16()}
+_ATTEMPT: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "Attempt": pl.UInt16()}
+_TASK: Schema = {"GroupId": _TEXT, "GroupSize": pl.UInt32(), "TaskId": _TEXT}
 _IDENTITY: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,
@@ -30,9 +34,7 @@ _IDENTITY: Schema = {
     "RolloutKeySource": _TEXT,
     "Attempt": pl.UInt16(),
     "Timestamp": NANOSECONDS,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
-    "ChoiceIndex": pl.UInt16(),
+    **_CHOICE,
 }
 
 SPANS: Schema = {
@@ -106,22 +108,16 @@ CALLS: Schema = {
 }
 """Rows of spangrad_internal.calls: a choice of a call that the gateway recorded."""
 
-ANSWERS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "ChoiceIndex": pl.UInt16(), **_ANSWER, **SAMPLING}
+ANSWERS: Schema = {**_CHOICE, **_ANSWER, **SAMPLING}
 """Answers in `output.value` of openai-level spans in direct mode, a row a choice; empty where there is none."""
 
 ROOTS: Schema = {
-    "RunId": _TEXT,
-    "Mode": _TEXT,
-    "RolloutId": _TEXT,
-    "Attempt": pl.UInt16(),
-    "GroupId": _TEXT,
-    "GroupSize": pl.UInt32(),
-    "TaskId": _TEXT,
+    **_ATTEMPT,
+    **_TASK,
     "Calls": pl.UInt32(),
     "Final": pl.Boolean(),
     "Failure": _TEXT,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
+    **_SPAN,
     "IngestedAt": MICROSECONDS,
 }
 """The root span of an attempt. Calls is null when there was no gateway to ask; IngestedAt is its first arrival."""
@@ -146,10 +142,7 @@ PENDING: Schema = {**dict.fromkeys(("RunId", "Mode", "RolloutId", "TraceId"), _T
 
 OWNERS: Schema = {
     "TraceId": _TEXT,
-    "RunId": _TEXT,
-    "Mode": _TEXT,
-    "RolloutId": _TEXT,
-    "Attempt": pl.UInt16(),
+    **_ATTEMPT,
     "Attempts": pl.UInt8(),
 }
 """Rows of spangrad_internal.trace_owners: whose the spans of a trace are that name no rollout. Attempts: how many its spans name (2: or
@@ -175,7 +168,7 @@ BUILT: Schema = {
 TALLY: Schema = {**{name: dtype for name, dtype in NAMES.items() if name != "Attempt"}, "Rows": pl.UInt64()}
 """Number of arrived rows of spangrad_internal.rollout_spans without duplicates, by the rollout key that they name and by trace."""
 
-DROPPED: Schema = {"TraceId": _TEXT, "SpanId": _TEXT}
+DROPPED: Schema = _SPAN
 """Spans whose sender withheld attributes."""
 
 ROLLOUTS: Schema = {
@@ -192,9 +185,7 @@ _REVISION: Schema = {
     "RunId": _TEXT,
     "Mode": _TEXT,
     "BuildSpec": _TEXT,
-    "GroupId": _TEXT,
-    "GroupSize": pl.UInt32(),
-    "TaskId": _TEXT,
+    **_TASK,
     "RolloutId": _TEXT,
     "Attempt": pl.UInt16(),
     "Revision": pl.UInt32(),
@@ -206,9 +197,7 @@ TRANSITIONS: Schema = {
     "Turn": pl.UInt32(),
     "TransitionId": _TEXT,
     "CallId": _TEXT,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
-    "ChoiceIndex": pl.UInt16(),
+    **_CHOICE,
     "Timestamp": NANOSECONDS,
     "ParentCallId": _TEXT,
     "Branch": pl.UInt32(),
@@ -237,9 +226,7 @@ TRANSITIONS: Schema = {
 DROPS: Schema = {
     **_REVISION,
     "CallId": _TEXT,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
-    "ChoiceIndex": pl.UInt16(),
+    **_CHOICE,
     "Timestamp": NANOSECONDS,
     "AgentName": _TEXT,
     "Policy": _TEXT,
@@ -250,18 +237,14 @@ DROPS: Schema = {
 }
 
 GIVEN: Schema = {
-    "RunId": _TEXT,
-    "Mode": _TEXT,
-    "RolloutId": _TEXT,
-    "Attempt": pl.UInt16(),
+    **_ATTEMPT,
     "CallId": _TEXT,
     "Name": _TEXT,
     "Role": _TEXT,
     "Value": pl.Float64(),
     "Source": _TEXT,
     "RuleHash": _TEXT,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
+    **_SPAN,
 }
 """Reward that a source gives to a call, or to a rollout (CallId is empty)."""
 
@@ -276,8 +259,7 @@ SQL_REWARDS: Schema = {
     "Attempt": pl.UInt16(),
     "Role": _TEXT,
     "CallId": _TEXT,
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
+    **_SPAN,
     "Value": pl.Float64(),
 }
 """Results of the files of builder.sql_rewards for the final attempts. Name: of the file, RuleHash: of its content. PerCall: the file's rows
@@ -285,9 +267,7 @@ are of calls, named by CallId or by a span; where they are not, CallId, TraceId 
 null where the file gives none."""
 
 RESPONSES: Schema = {
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
-    "ChoiceIndex": pl.UInt16(),
+    **_CHOICE,
     "Text": _TEXT,
     "ToolCalls": pl.List(pl.Struct({"Name": pl.String(), "Arguments": pl.String()})),
 }
@@ -295,12 +275,11 @@ RESPONSES: Schema = {
 
 _ATTRIBUTES = pl.List(pl.Struct({"Key": pl.String(), "Value": pl.String()}))
 
-TOOL_EVENTS: Schema = {"TraceId": _TEXT, "SpanId": _TEXT, "Name": _TEXT, "ExceptionType": _TEXT, "Attributes": _ATTRIBUTES}
+TOOL_EVENTS: Schema = {**_SPAN, "Name": _TEXT, "ExceptionType": _TEXT, "Attributes": _ATTRIBUTES}
 """Events of tools' spans, in the order of each span. ExceptionType: empty where the event is no exception."""
 
 TOOL_LOGS: Schema = {
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
+    **_SPAN,
     "Severity": pl.Int64(),
     "Body": _TEXT,
     "ExceptionType": _TEXT,
@@ -323,8 +302,7 @@ TOOL_CALLS: Schema = {
     "CallId": _TEXT,
     "Requested": pl.Boolean(),
     "Reward": pl.Float64(),
-    "TraceId": _TEXT,
-    "SpanId": _TEXT,
+    **_SPAN,
 }
 """Tool calls of every attempt, each once, however many spans record it. Position: among the tool calls of its attempt, from 0. CallId: of
 the call that caused it, empty where none did; Requested: that call asked for it by its id. Reward: sum of the rewards that its spans gave;

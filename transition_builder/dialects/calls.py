@@ -72,7 +72,8 @@ def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
 def _reported(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the facts of calls that the spans report, each by its own dialect: reported_*, HttpStatus."""
     attributes = AttributeColumns(spans)
-    beside = spans.select("ScopeName", "SpanName", "StatusCode", "StatusMessage", OfClient=pl.lit(False), SpeaksOfModels=pl.lit(False))
+    read = ["Convention", "ScopeName", "SpanName", "StatusCode", "StatusMessage"]
+    beside = spans.select(*read, OfClient=pl.lit(False), SpeaksOfModels=pl.lit(False))
 
     def columns(_: str, reading: Reading) -> Callable[[pl.DataFrame], pl.DataFrame]:
         status = attributes.first(*_STATUS).cast(pl.UInt16, strict=False).fill_null(0)
@@ -81,7 +82,7 @@ def _reported(spans: pl.DataFrame) -> pl.DataFrame:
         # The first column has a row a span, however many of the others are literals.
         return lambda frame: frame.select("StatusCode", HttpStatus=status, reported_error=reading.error.replace("", None), **reported)
 
-    return by_dialect(attributes, beside, spans["Convention"], columns).drop("StatusCode")
+    return by_dialect(attributes, beside, columns).drop("StatusCode")
 
 
 def asked_tools(nodes: pl.DataFrame) -> pl.DataFrame:

@@ -77,40 +77,28 @@ MARKS = {
 
 
 def describe(spans: pl.DataFrame) -> pl.DataFrame:
-    """Add the columns of NODES that classify each span.
-
-    Args:
-        spans: SPANS and RolloutId, resolved; evaluations may be among them.
-
-    Returns:
-        The same rows with the further columns of NODES.
-    """
-    attributes = AttributeColumns(spans)
-    beside = _beside(spans, attributes)
-    convention = _conventions(attributes, beside)
+    """Add the columns of NODES that classify each span to resolved SPANS with RolloutId, among which evaluations may be."""
+    attributes, beside = conventions(spans)
 
     def columns(name: str, reading: Reading) -> Callable[[pl.DataFrame], pl.DataFrame]:
         # A span that carries a dialect's mark and is nothing in it may be the request of a client that was only decorated.
         return partial(reading.of, request=NO if name in _SERVERS else suspects.requests(attributes))
 
-    described = by_dialect(attributes, beside, convention, columns).with_columns(convention.alias("Convention"), _scores(attributes, spans))
+    described = by_dialect(attributes, beside, columns).with_columns(beside["Convention"], _scores(attributes, spans))
     return spans.drop(described.columns, strict=False).hstack(described)
 
 
 def by_dialect(
-    attributes: AttributeColumns,
-    beside: pl.DataFrame,
-    convention: pl.Series,
-    columns: Callable[[str, Reading], Callable[[pl.DataFrame], pl.DataFrame]],
+    attributes: AttributeColumns, beside: pl.DataFrame, columns: Callable[[str, Reading], Callable[[pl.DataFrame], pl.DataFrame]]
 ) -> pl.DataFrame:
     """Read spans, those of each dialect together; return a row a span, in their order.
 
     Args:
         attributes: of the spans.
-        beside: further columns that readings use.
-        convention: the dialect of each span.
+        beside: Convention, the dialect of each span, and further columns that readings use.
         columns: for a dialect and its reading, a function that makes the rows of the requested attributes.
     """
+    convention = beside["Convention"]
     names = convention.unique(maintain_order=True).to_list() or [""]
     parts, order = list[pl.DataFrame](), list[np.ndarray]()
     for name in names:
