@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from opentelemetry import context, trace
@@ -49,26 +50,25 @@ def _trace_inline() -> None:
 
 def _request(wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del instance
-    inside = _langchain_context()
-    if inside is None:
+    with _inside_langchain():
         return wrapped(*args, **kwargs)
-    token = context.attach(inside)
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        context.detach(token)
 
 
 async def _async_request(wrapped: Callable[..., Awaitable[Any]], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del instance
+    with _inside_langchain():
+        return await wrapped(*args, **kwargs)
+
+
+@contextmanager
+def _inside_langchain() -> Generator[None]:
     inside = _langchain_context()
-    if inside is None:
-        return await wrapped(*args, **kwargs)
-    token = context.attach(inside)
+    token = None if inside is None else context.attach(inside)
     try:
-        return await wrapped(*args, **kwargs)
+        yield
     finally:
-        context.detach(token)
+        if token is not None:
+            context.detach(token)
 
 
 def _langchain_context() -> Context | None:
