@@ -65,11 +65,7 @@ def split(reference: str) -> tuple[str, str | None]:
 
 
 def require(reference: str, directory: Path) -> None:
-    """Refuse a reference that cannot be loaded, as far as the sources show it: no module is imported.
-
-    Args:
-        reference: `module:function`, `module`, `file.py:function` or `file.py`.
-        directory: directory where modules are looked for first.
+    """Refuse a reference that cannot be loaded, as far as the sources show it, those in `directory` first: no module is imported.
 
     Raises:
         AgentError: there is no such module, or its source does not hold the name.
@@ -151,9 +147,7 @@ def is_file(reference: str) -> bool:
 def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
     """Return the reference by which another process finds a function, and the directory in which its module is looked for.
 
-    Args:
-        function: the function that a user passed.
-        what: its role, for messages.
+    `what` is the function's role, for messages.
 
     Raises:
         AgentError: it is a lambda, a closure, a method or an object, or was typed in: no other process can import it.

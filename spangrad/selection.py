@@ -29,11 +29,8 @@ class Condition:
 def conditions(selection: Selection, section: str = "selection") -> list[Condition]:
     """Return the conditions of a selection, one for each pattern that is given, in the order of its fields.
 
-    A call that failed before a backend answered names no policy; the model's name that was requested is used instead.
-
-    Args:
-        selection: the patterns.
-        section: the selection's place in the settings, for errors, such as `builder.selection`.
+    A call that failed before a backend answered names no policy; the model's name that was requested is used instead. `section` is the
+    selection's place in the settings, for errors.
 
     Raises:
         SettingsError: a pattern is no regular expression (in the syntax of Rust's regex crate, which Polars uses).
@@ -65,10 +62,6 @@ def conditions(selection: Selection, section: str = "selection") -> list[Conditi
 
 def expression(selection: Selection, section: str = "selection") -> pl.Expr:
     """Return the expression that is true for a selected call: all its patterns match. True for every call where there are none.
-
-    Args:
-        selection: the patterns.
-        section: the selection's place in the settings, for errors, such as `trainer.selection`.
 
     Raises:
         SettingsError: a pattern is no regular expression.

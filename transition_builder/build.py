@@ -95,12 +95,7 @@ def _owners(frames: Frames) -> pl.DataFrame:
 
 
 def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame) -> pl.DataFrame:
-    """Return the rollouts, with an empty Failure where the runner gave the failed attempt a reward: the policy caused it, so it counts.
-
-    Args:
-        rollouts: ROLLOUTS.
-        evaluations: resolved evaluation rows.
-    """
+    """Return ROLLOUTS with an empty Failure where the runner gave the failed attempt a reward: the policy caused it, so it counts."""
     if (rollouts["Failure"] == "").all():
         return rollouts
     score = attribute(semconv.EVALUATION_SCORE).cast(pl.Float64, strict=False)
@@ -147,15 +142,7 @@ def _transitions(kept: pl.DataFrame, given: pl.DataFrame, arrays: pl.DataFrame, 
 def _tool_calls(
     caused: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame, given: pl.DataFrame, spec: BuilderSettings
 ) -> pl.DataFrame:
-    """Return TOOL_CALLS of the rollouts.
-
-    Args:
-        caused: tool calls in the order of their attempts.
-        nodes: described spans.
-        rollouts: ROLLOUTS.
-        given: GIVEN.
-        spec: the build specification.
-    """
+    """Return TOOL_CALLS of ROLLOUTS, of `caused` in the order of their attempts; `given` are the rewards, GIVEN."""
     if caused.is_empty():
         return empty(TOOL_CALLS)
     span = nodes.select("Timestamp", Error=pl.when("ToolFailed").then("StatusMessage").otherwise(pl.lit("")))[caused["Tool"]]

@@ -68,12 +68,7 @@ class ReconcileReport:
 
 
 def reconcile_report(client: Client, url: str, spec: str) -> ReconcileReport:
-    """Query the results of a build specification for all rollouts, and compare them with the recorded calls.
-
-    Args:
-        client: of the store.
-        url: of the store, for messages.
-        spec: the BuildSpec; `spangrad.store.datasets.resolve` returns that of a dataset.
+    """Query the results of a BuildSpec for all rollouts, and compare them with the recorded calls; `url` is the store's, for messages.
 
     Raises:
         StoreError: the store failed.

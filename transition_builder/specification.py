@@ -20,14 +20,10 @@ def check(spec: BuilderSettings) -> None:
 
 
 def require_unchanged(spec: BuilderSettings, began_as: str) -> None:
-    """Raise if a file of the specification was changed: rows name their specification, which identifies the content of its files.
-
-    Args:
-        spec: a builder's settings.
-        began_as: the specification that the builder writes for.
+    """Raise if a file of the specification was changed since it was `began_as`, which rows name: it identifies the content of its files.
 
     Raises:
-        BuilderError: a file that the settings name was changed since the builder began.
+        BuilderError: a file that the settings name was changed.
     """
     if (spec.rules or spec.sql_rewards) and spec.spec != began_as:
         raise BuilderError(

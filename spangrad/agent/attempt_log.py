@@ -59,12 +59,7 @@ class AttemptLog:
             yield file
 
     def end_program(self, stderr: IO[bytes] | int, output: bytes) -> None:
-        """Keep the end of what a program printed.
-
-        Args:
-            stderr: file that `program` yielded.
-            output: the end of its standard output.
-        """
+        """Keep the end of what a program printed: to `stderr`, which `program` yielded, and `output`, the end of its standard output."""
         with suppress(OSError):
             if isinstance(stderr, int):
                 os.write(stderr, output)

@@ -31,12 +31,7 @@ class LocalEnvironment:
     """The environment of one attempt."""
 
     def __init__(self, initialiser: Callable[..., Any] | None, threads: ThreadPoolExecutor) -> None:
-        """Store the arguments; nothing is made yet.
-
-        Args:
-            initialiser: function that makes it. None: there is none, and `value` stays what the host has assigned.
-            threads: pool in which a plain `close()` runs.
-        """
+        """Make nothing yet. Without an initialiser `value` stays what the host has assigned; a plain `close()` runs in `threads`."""
         self._initialiser = initialiser
         self._threads = threads
         self._close: Callable[[], Any] | None = None
@@ -44,12 +39,7 @@ class LocalEnvironment:
         self.value: Any = None
 
     async def open(self, call: Call, given: object) -> None:
-        """Make the environment.
-
-        Args:
-            call: calls a function, plain or async, as initialisers are run.
-            given: the task's input.
-        """
+        """Make the environment of a task's input; `call` calls a function, plain or async, as initialisers are run."""
         if self._initialiser is None:
             return
         if is_factory(self._initialiser):

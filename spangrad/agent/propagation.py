@@ -55,13 +55,8 @@ def with_baggage(source: Context, entries: Mapping[str, str]) -> Context:
 def resource_variable(environ: Mapping[str, str]) -> dict[str, str]:
     """Return OTEL_RESOURCE_ATTRIBUTES with the current rollout's identity, which SDKs of every language write on each span of a process.
 
-    They need no processor of ours for that, and do not read TRACEPARENT. Attributes that the variable has already are kept.
-
-    Args:
-        environ: environment of the process to be.
-
-    Returns:
-        The variable; empty where the current context names no rollout.
+    They need no processor of ours for that, and do not read TRACEPARENT. Attributes that the variable has already in `environ`, the
+    environment of the process to be, are kept. Empty where the current context names no rollout.
     """
     carried = baggage.get_all()
     if ROLLOUT_ID not in carried:

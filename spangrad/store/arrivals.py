@@ -57,14 +57,7 @@ class Arrivals:
     """Waits for arrivals of some topics; for one thread."""
 
     def __init__(self, client: Client, store: StoreSettings, topics: Iterable[Topic], poll_seconds: float = 0.2) -> None:
-        """Send nothing yet.
-
-        Args:
-            client: client of the store, for statements where it is not ours.
-            store: settings of the store.
-            topics: topics to wait for.
-            poll_seconds: time between two statements to a store that is not ours, in seconds.
-        """
+        """Send nothing yet. A store that is not ours is asked through `client`, by a statement every `poll_seconds`."""
         self._client = client
         self._store = store
         self._topics = tuple(dict.fromkeys(topics))
@@ -133,9 +126,7 @@ class Arrivals:
         return {topic: object() for topic in topics}
 
     def _poll(self, topics: Sequence[Topic]) -> Mapping[Topic, object]:
-        newest = {table: self._newest(table) for table in {_TABLES[topic] for topic in topics}}
-        return {topic: newest[_TABLES[topic]] for topic in topics}
-
-    def _newest(self, table: str) -> object:
+        tables = {_TABLES[topic] for topic in topics}
         with store_errors(self._store.url):
-            return self._client.query(_NEWEST.format(table=table)).result_rows
+            newest = {table: self._client.query(_NEWEST.format(table=table)).result_rows for table in tables}
+        return {topic: newest[_TABLES[topic]] for topic in topics}

@@ -14,8 +14,7 @@ _OF_ROLLOUT = ", ".join(KEY)
 def revisions_sql(*, once: bool = False) -> str:
     """Return a subquery with every revision of every rollout: the columns of the builder's row, BuildId, Outcome, Return, ReturnsByRole.
 
-    Args:
-        once: whether a revision that was written twice is one row, which costs more.
+    With `once` a revision that was written twice is one row, which costs more.
     """
     outcome = "if(Failure = '', 'succeeded', Failure) AS Outcome"
     return f"(SELECT *, BuildId, Return, ReturnsByRole, {outcome} FROM spangrad_internal.builds{' FINAL' if once else ''})"
@@ -30,8 +29,7 @@ def last_built_sql() -> str:
 def newest_revisions_sql(where: str = "true") -> str:
     """Return a subquery with BuildId and BuiltAt of each rollout's newest revision.
 
-    Args:
-        where: a condition over KEY or Mode, to read less; over IngestedAt, for the newest of a time.
+    By a condition over KEY or Mode, to read less; over IngestedAt, for the newest of a time.
     """
     newest = "argMax((BuildId, IngestedAt), Precedence) AS newest"
     grouped = f"SELECT {newest} FROM spangrad_internal.builds WHERE {where} GROUP BY {_OF_ROLLOUT}"

@@ -67,13 +67,7 @@ def parse(text: str) -> tuple[str, int | None]:
 
 
 def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) -> Dataset:
-    """Return the dataset that a text names.
-
-    Args:
-        client: client of the store.
-        url: URL of the store, for messages.
-        text: `NAME`, which means its newest revision, or `NAME@REVISION`.
-        as_of: time after which revisions are ignored. None: all count.
+    """Return the dataset that a text names: `NAME`, which means its newest revision until `as_of`, or `NAME@REVISION`.
 
     Raises:
         SettingsError: the text names nothing.
@@ -104,15 +98,9 @@ def known(client: Client, url: str) -> list[Dataset]:
 def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
     """Give a build specification a name: return the revision with the same specification, if there is one, else a new one.
 
-    Several processes may do so at once: each revision belongs to the first.
-
-    Args:
-        client: client of the store.
-        url: URL of the store, for messages.
-        name: name of the dataset.
-        build_spec: hash of the specification.
-        settings: settings that determine it: `BuilderSettings.decides`.
-        reason: action of the user that led to a new revision. It is stored with the differences from the one before.
+    Several processes may do so at once: each revision belongs to the first. `settings` are those that determine the specification
+    (`BuilderSettings.decides`). `reason` is the action of the user that led to a new revision; it is stored with the differences from the
+    one before.
 
     Raises:
         SettingsError: the name is invalid.
@@ -196,12 +184,9 @@ def _among(as_of: datetime | None, where: str) -> str:
 
 
 def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
-    """Return a subquery with the rows of a table that count: those of each rollout's newest revision, each once.
+    """Return a subquery with the rows of transitions, drops or rewards that count: those of each rollout's newest revision, each once.
 
-    Args:
-        table: name of the table: transitions, drops or rewards.
-        as_of: as in `builds_sql`.
-        where: a condition over KEY, to read less.
+    Further arguments are those of `builds_sql`.
     """
     columns = ", ".join(ROWS_OF)
     condition = f"({where}) AND " if where else ""
@@ -210,11 +195,9 @@ def rows_sql(table: str, as_of: datetime | None = None, where: str = "") -> str:
 
 
 def rows_of_builds_sql(table: str, where: str) -> str:
-    """Return a subquery with the rows of known builds, each once: those of the statement's parameter `builds`, BuildId of `builds_sql`.
+    """Return a subquery with the transitions, drops or rewards of known builds, each once, by a condition over KEY, to read less.
 
-    Args:
-        table: name of the table: transitions, drops or rewards.
-        where: a condition over KEY, to read less.
+    The builds are the statement's parameter `builds`: BuildId of `builds_sql`.
     """
     return f"(SELECT * FROM spangrad_internal.{table} FINAL WHERE ({where}) AND BuildId IN {{builds:Array(UInt64)}})"
 

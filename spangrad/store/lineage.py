@@ -222,11 +222,9 @@ def of_span(client: Client, trace: str, span: str) -> SpanLineage:
 
 
 def ancestors(versions: Mapping[tuple[str, int], Ancestor], first: Ancestor) -> list[Ancestor]:
-    """Return a version, its parent and so on. A branch that begins as another's version has its number; that is listed once.
+    """Return the first version, its parent and so on, of all versions by branch and number.
 
-    Args:
-        versions: all versions, by branch and number.
-        first: version to begin with.
+    A branch that begins as another's version has its number; that is listed once.
     """
     path, at = list[Ancestor](), versions.get((first.branch, first.version))
     while at:

@@ -25,12 +25,7 @@ _UNNAMED = {"RunId": pl.lit(""), "Mode": pl.lit(""), "RolloutKeySource": pl.lit(
 
 
 def former_owners(keys: pl.DataFrame, owners: pl.DataFrame) -> pl.DataFrame:
-    """Return TraceId and RolloutId: former names of traces that have a more specific one now.
-
-    Args:
-        keys: KEYS.
-        owners: OWNERS of their traces.
-    """
+    """Return TraceId and RolloutId: former names, of KEYS, of traces that have a more specific one now, by their OWNERS."""
     if keys.is_empty():
         return keys.rename({"RolloutKey": "RolloutId"})
     now = claim(keys.with_columns(**_UNNAMED), owners)["RolloutKey"]
@@ -45,11 +40,9 @@ def merge(known: pl.DataFrame, traces: pl.DataFrame, arrived: pl.DataFrame) -> p
 
 
 def to_rebuild(reassigned: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """Return ROLLOUTS to rebuild without the calls that have moved; no runner announced them, and they have been silent for long enough.
+    """Return ROLLOUTS of REASSIGNED, to rebuild without the calls that have moved; `built` is BUILT of those.
 
-    Args:
-        reassigned: REASSIGNED.
-        built: BUILT of those rollouts.
+    No runner announced them, and they have been silent for long enough.
     """
     texts = {name: pl.lit("") for name in ("GroupId", "TaskId", "Failure", "SpanId", "Detail")}
     return conform(

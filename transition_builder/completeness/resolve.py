@@ -31,8 +31,7 @@ def _all_named(rows: pl.DataFrame) -> bool:
 def owners_of(spans: pl.DataFrame) -> pl.DataFrame:
     """Return OWNERS of the traces of spans, as spangrad_internal.trace_owners does for all that have arrived.
 
-    Args:
-        spans: rows with the columns of NAMES, Mode, SessionId and ConversationId.
+    Spans have the columns of NAMES, Mode, SessionId and ConversationId.
     """
     name, attempt = (pl.col(column).filter(NAMED) for column in ("RolloutKey", "Attempt"))
     known = (_text(column).max() for column in ("SessionId", "ConversationId"))

@@ -29,12 +29,7 @@ NO_ROOT = "no final root arrived"
 
 
 def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """Merge known and new ROOTLESS rows, with CheckedAt: one row for each rollout name and trace, dated by the newest.
-
-    Args:
-        known: ROOTLESS, and CheckedAt.
-        new: ROOTLESS.
-    """
+    """Merge known ROOTLESS rows, with CheckedAt, and new ones: one row for each rollout name and trace, dated by the newest."""
     rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
     # The silence of a continued trace is counted anew.
     newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
@@ -42,14 +37,7 @@ def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
 
 
 def without(known: pl.DataFrame, due: pl.DataFrame, rollouts: pl.DataFrame, concluded: pl.DataFrame) -> pl.DataFrame:
-    """Return known ROOTLESS rows without those that are due and belong to concluded rollouts.
-
-    Args:
-        known: ROOTLESS, and CheckedAt.
-        due: rows of `known`.
-        rollouts: of `rollouts_of` for `due`.
-        concluded: RunId and RolloutId.
-    """
+    """Return known ROOTLESS rows without those that are due and belong to concluded ROLLOUT; `rollouts` are `rollouts_of` those due."""
     rows = rollouts.with_row_index("row").join(concluded, on=ROLLOUT, how="semi")["row"]
     return known.join(due[rows], on=_NAMING, how="anti")
 
@@ -81,11 +69,9 @@ def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataF
 
 
 def outdated_rollouts(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
-    """Return rollouts of which something has arrived since they were built: RunId, RolloutId, LastArrival.
+    """Return rollouts of which something has arrived since they were BUILT: RunId, RolloutId, LastArrival.
 
-    Args:
-        arrived: RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
-        built: BUILT.
+    `arrived` has RunId, RolloutId and IngestedAt of rows; a run that a row does not name may be any.
     """
     newest = arrived.group_by(ROLLOUT).agg(LastArrival=pl.col("IngestedAt").max())
     unnamed = newest.filter(pl.col("RunId") == "").drop("RunId").join(built[[*ROLLOUT, "Watermark"]], on="RolloutId")

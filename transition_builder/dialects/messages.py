@@ -54,12 +54,7 @@ class Reply:
 
 
 def dialogue(request: Mapping[str, Any], answer: Mapping[str, Any], choice: int) -> Dialogue:
-    """Read a call, by the shapes of its request and response.
-
-    Args:
-        request: the body that was sent.
-        answer: the body that was received.
-        choice: index of the response's choice.
+    """Read a call, by the shapes of the bodies that were sent and received; `choice` is the index of the response's choice.
 
     Raises:
         UnreadableError: the bodies are of none of the four interfaces, or incomplete.

@@ -52,11 +52,7 @@ class AttributeColumns:
     """Attributes of spans, as a column each."""
 
     def __init__(self, spans: pl.DataFrame) -> None:
-        """Index the keys of all attributes together.
-
-        Args:
-            spans: anything with Attributes.
-        """
+        """Index the keys of all attributes together; `spans` is anything with Attributes."""
         maps = (
             spans["Attributes"].rechunk().to_frame().select(keys=pl.col("Attributes").map.keys(), values=pl.col("Attributes").map.values())
         )

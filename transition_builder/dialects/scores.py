@@ -24,12 +24,7 @@ _OLD = r"^(agentops\.(task|entity)\.output|reward)$"
 
 
 def scores(attributes: AttributeColumns, spans: pl.DataFrame) -> pl.DataFrame | None:
-    """Return the scores of spans that have any: row, Scores. None where no span has.
-
-    Args:
-        attributes: the spans' attributes.
-        spans: SpanName of the same spans.
-    """
+    """Return the scores of spans that have any: row, Scores. None where no span has. `spans` has their SpanName."""
     entries = attributes.entries(_KEYS).filter(pl.col("key") != semconv.REWARD_ROLE)
     frames = [_named(entries, attributes)] if entries.height else []
     old = attributes.entries(_OLD)

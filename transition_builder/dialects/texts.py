@@ -112,8 +112,7 @@ def _has_reply(result: Dialogue) -> bool:
 def response(texts: Iterable[str]) -> dict[int, tuple[str, list[tuple[str, str]]]]:
     """Return the choices of a recorded response: by their indices the text, and name and arguments of each requested tool call.
 
-    Args:
-        texts: values of RESPONSES; the first of a known form is used. Reasoning is no part of the text.
+    Of `texts`, the values of RESPONSES, the first of a known form is used. Reasoning is no part of the text.
     """
     for given in texts:
         try:

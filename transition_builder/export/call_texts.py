@@ -81,13 +81,7 @@ class RolloutTexts:
 
 
 def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[RolloutTexts]:
-    """Yield the rollouts of a part that have a text.
-
-    Args:
-        reader: counts calls without a text.
-        part: the part to read.
-        keep_cut: keep responses that ended at their token limit.
-    """
+    """Yield the rollouts of a part that have a text; `keep_cut` keeps responses that ended at their token limit."""
     rollouts = list(part.by_rollout())
     dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in rollouts for call in calls]))
     for rollout, calls in rollouts:

@@ -109,13 +109,7 @@ class ExportReader:
     def __init__(
         self, client: Client, url: str, request: ExportSelection, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Look the dataset up and list its rollouts.
-
-        Args:
-            client: of the store.
-            url: of the store, for messages.
-            request: the rollouts and calls to read.
-            progress: called with the number of rollouts done and of all.
+        """Look the dataset up and list its rollouts; `progress` is called with the number of rollouts done and of all.
 
         Raises:
             StoreError: the store failed, or has no such dataset.

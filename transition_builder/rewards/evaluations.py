@@ -25,12 +25,7 @@ _ROLE = attribute(semconv.REWARD_ROLE).fill_null("")
 
 
 def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the scores of events and logs, as REPORTED.
-
-    Args:
-        rows: resolved evaluation rows of final attempts.
-        rollouts: ROLLOUTS.
-    """
+    """Return the scores of events and logs, the resolved evaluation rows of the final attempts of ROLLOUTS, as REPORTED."""
     if rows.is_empty():
         return empty(REPORTED)
     score = attribute(semconv.EVALUATION_SCORE)
@@ -56,12 +51,7 @@ def events(rows: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
 
 
 def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the scores in spans' own attributes, as REPORTED.
-
-    Args:
-        nodes: described spans; `Scores` holds names and values.
-        rollouts: ROLLOUTS; spans of other attempts are ignored.
-    """
+    """Return the scores in attributes of described spans (`Scores`), as REPORTED; spans of other attempts than ROLLOUTS' are ignored."""
     having = nodes.filter(pl.col("Scores").list.len() > 0)
     if having.is_empty():
         return empty(REPORTED)
@@ -76,13 +66,7 @@ def scores(nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
 
 
 def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> pl.DataFrame:
-    """Return the values of SQL files, as REPORTED; rows of calls without a value, and of spans of other attempts, are ignored.
-
-    Args:
-        rows: SQL_REWARDS.
-        nodes: described spans.
-        rollouts: ROLLOUTS.
-    """
+    """Return SQL_REWARDS of ROLLOUTS as REPORTED; rows of calls without a value, and of spans of other attempts, are ignored."""
     if rows.is_empty():
         return empty(REPORTED)
     valued = rows.filter(~pl.col("PerCall") | pl.col("Value").is_not_null()).join(rollouts[[*ATTEMPT, "Mode"]], on=ATTEMPT)

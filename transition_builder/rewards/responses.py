@@ -32,16 +32,9 @@ LIMIT 1 BY TraceId, SpanId
 
 
 def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-    """Read the responses of the calls among some spans.
+    """Read RESPONSES of the calls among SPANS; `answers` (ANSWERS) has those of calls that the gateway did not record.
 
-    Args:
-        reader: queries the store.
-        spec: nothing is read where none of its rules needs it.
-        spans: SPANS.
-        answers: ANSWERS: the spans of calls that the gateway did not record.
-
-    Returns:
-        RESPONSES.
+    Nothing is read where no rule of the specification needs it.
 
     Raises:
         StoreError: the store does not answer, or refuses.

@@ -26,7 +26,7 @@ def spread(rewards: pl.DataFrame, placed: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         rewards: GIVEN rows.
-        placed: all calls of final attempts with RunId, RolloutId, Attempt, CallId, Order, ChoiceIndex, Turn (null: no turn) and Kept.
+        placed: all calls of final attempts with ATTEMPT, CallId, Order, ChoiceIndex, Turn (null: no turn) and Kept.
     """
     calls = placed.sort("Order", "ChoiceIndex", "CallId").with_columns(at=pl.int_range(pl.len(), dtype=pl.Int64))
     kept = calls.filter("Kept").select(*ATTEMPT, "at", target="CallId", of_target="Turn")

@@ -61,15 +61,7 @@ SETTINGS max_threads = 1
 
 
 def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Read the records that the rules of a specification need, of the tools among some spans.
-
-    Args:
-        reader: queries the store.
-        spec: nothing is read where none of its rules needs it.
-        spans: SPANS.
-
-    Returns:
-        TOOL_EVENTS and TOOL_LOGS.
+    """Read TOOL_EVENTS and TOOL_LOGS of the tools among SPANS, as far as the rules of a specification need them.
 
     Raises:
         StoreError: the store does not answer, or refuses.

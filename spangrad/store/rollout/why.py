@@ -21,11 +21,9 @@ LEDGER = "ledger.db"
 
 
 def explain(record: Record, settings: Settings) -> list[str]:
-    """Return lines that explain a rollout; if several runs have a rollout of this id, one after the other.
+    """Return lines that explain a rollout of at least one span; if several runs have a rollout of this id, one after the other.
 
-    Args:
-        record: data of the rollout, with at least one span.
-        settings: settings of the builder, for its waiting times, and of the trainer, for the groups that it trains.
+    The builder's settings tell its waiting times, and the trainer's the groups that it trains.
     """
     runs = sorted({span.run for span in record.spans} - {""}) or [""]
     lines = list[str]()

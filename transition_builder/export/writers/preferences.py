@@ -45,13 +45,7 @@ class _Candidate:
 
 
 def write_preferences(reader: ExportReader, out: Path, *, min_margin: float = 0.0) -> None:
-    """Write pairs to the file `out`.
-
-    Args:
-        reader: of the rollouts.
-        out: the file.
-        min_margin: returns that differ by no more than this are a tie.
-    """
+    """Write pairs to the file `out`; returns that differ by no more than `min_margin` are a tie."""
     with JsonLines(out) as lines:
         for part in reader.parts():
             for _, group in groupby(rollout_texts(reader, part, keep_cut=True), key=lambda rollout: rollout.rollout["Group"]):
