@@ -11,9 +11,8 @@ a call remains that has none.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, chain, groupby, islice, takewhile
 from typing import Any
 
@@ -199,7 +198,9 @@ def _by_ids(groups: Sequence[CallSpans], below: Links) -> Pairs:
         if group.bottom >= CLIENT:
             unmatched.setdefault(group.ids, []).append(group)
     for lower in filter(_of_gateway, identified):
-        if upper := _take(unmatched.get(lower.ids, []), partial(_same_responses, lower)):
+        same_ids = unmatched.get(lower.ids, [])
+        if upper := next((group for group in same_ids if _same(lower.responses, group.responses)), None):
+            same_ids.remove(upper)
             yield lower, upper
 
 
@@ -319,14 +320,6 @@ class _UntakenGroups:
         return first is not None
 
 
-def _take(groups: list[CallSpans], matches: Callable[[CallSpans], bool]) -> CallSpans | None:
-    """Remove and return the first group that matches."""
-    first = next(filter(matches, groups), None)
-    if first is not None:
-        groups.remove(first)
-    return first
-
-
 def _of_gateway(group: CallSpans) -> bool:
     return group.top <= REQUEST and group.bottom == GATEWAY
 
@@ -367,10 +360,6 @@ def _agree(left: CallSpans, right: CallSpans) -> bool:
     """Return whether nothing that both say differs."""
     tokens = left.tokens is None or right.tokens is None or left.tokens == right.tokens
     return tokens and _same_model(left.model, right.model) and _same(left.responses, right.responses) and _same(left.ids, right.ids)
-
-
-def _same_responses(left: CallSpans, right: CallSpans) -> bool:
-    return _same(left.responses, right.responses)
 
 
 def _same(left: frozenset[object], right: frozenset[object]) -> bool:

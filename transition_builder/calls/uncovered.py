@@ -14,11 +14,9 @@ _ANSWERING = ["Timestamp", "ServiceName", "SpanName", "ScopeName", "StatusCode",
 
 
 def uncovered(spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Return openai-level spans without a gateway call below them: TraceId, SpanId, Timestamp, ServiceName and SpanName.
+    """Return openai-level SPANS without a gateway call below them: TraceId, SpanId, Timestamp, ServiceName and SpanName.
 
-    Args:
-        spans: SPANS.
-        calls: CALLS; those that do not name their rollout cover nothing here, because they may turn out to belong to no rollout.
+    CALLS that do not name their rollout cover nothing here, because they may turn out to belong to no rollout.
     """
     links = [*SPAN, "ParentSpanId"]
     recorded = calls[["RolloutKeySource", *links]].filter(NAMED)[links]

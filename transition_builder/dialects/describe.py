@@ -34,11 +34,6 @@ from transition_builder.dialects.scores import scores
 _GEN_AI_KEYS = r"^gen_ai\."
 
 
-def _gateway(_: AttributeColumns) -> Reading:
-    """Read nothing of the gateway's own spans; spangrad_internal.calls holds the facts of its calls."""
-    return Reading()
-
-
 def _nothing(attributes: AttributeColumns) -> Reading:
     """Read spans of no dialect: some are suspects, and any may name its agent."""
     return Reading(
@@ -49,7 +44,7 @@ def _nothing(attributes: AttributeColumns) -> Reading:
 
 
 READERS: Mapping[str, Callable[[AttributeColumns], Reading]] = {
-    "gateway": _gateway,
+    "gateway": lambda _: Reading(),  # spangrad_internal.calls holds the facts of its calls
     "vllm": vllm.read,
     "pydantic_ai": pydantic_ai.read,
     "agent_lightning": agent_lightning.read,

@@ -287,7 +287,6 @@ def _append(messages: list[Message], addition: Message) -> None:
 
 
 def _lines(*texts: str) -> str:
-    """Join the texts that are not empty by line breaks."""
     return "\n".join(filter(None, texts))
 
 

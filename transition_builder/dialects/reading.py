@@ -16,8 +16,6 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 import polars as pl
 
-from spangrad import semconv
-
 NONE = pl.lit(None, pl.String)
 NO = pl.lit(False)
 SCORES = pl.List(pl.Struct({"Name": pl.String(), "Value": pl.Float64()}))
@@ -186,9 +184,7 @@ class Reading:
     def of(self, frame: pl.DataFrame, request: pl.Expr = NO) -> pl.DataFrame:
         """Return the columns that `describe` adds, without Convention and Scores.
 
-        Args:
-            frame: the columns that the expressions read.
-            request: condition for requests for a response, which are suspects unless they are something else.
+        Spans for which `request` holds ask for a response: they are suspects unless they are something else.
         """
         flags = {f"={name}": getattr(self, name).fill_null(False) for name in _FLAGS}
         others = {f"={name}": getattr(self, name) for name in _OTHERS}
@@ -239,8 +235,3 @@ def first_of_list(text: pl.Expr) -> pl.Expr:
 def unquoted(text: pl.Expr) -> pl.Expr:
     """Return the value of a JSON string; other text unchanged."""
     return text.str.strip_chars('"')
-
-
-def error_type(attributes: AttributeColumns) -> pl.Expr:
-    """Return the type of a span's error, by the attributes of OpenTelemetry's conventions."""
-    return attributes.first(semconv.ERROR_TYPE, "exception.type")

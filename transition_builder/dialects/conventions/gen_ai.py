@@ -11,7 +11,7 @@ from dataclasses import replace
 import polars as pl
 
 from spangrad import semconv
-from transition_builder.dialects.reading import AttributeColumns, Reading, coalesced, error_type, first_of_list
+from transition_builder.dialects.reading import AttributeColumns, Reading, coalesced, first_of_list
 
 CALLS = (
     *("chat", "text_completion", "generate_content", "completion", "chat_completion", "chat.completions", "text.completions", "response"),
@@ -41,7 +41,7 @@ FINISH_REASONS = (
 def outcome(attributes: AttributeColumns) -> Reading:
     """Read the error, the tokens and the finish reason of a call alone."""
     return Reading(
-        error=error_type(attributes),
+        error=attributes.first(semconv.ERROR_TYPE, "exception.type"),
         input_tokens=attributes.first(semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens"),
         output_tokens=attributes.first(semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens"),
         finish=coalesced(first_of_list(pl.col(name)) for name in attributes.present(*FINISH_REASONS)),
