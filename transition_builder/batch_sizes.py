@@ -25,7 +25,6 @@ class BuildBatches:
     """Splits rollouts into batches by the measured memory per call."""
 
     def __init__(self) -> None:
-        """Begin with an estimate; nothing has been measured yet."""
         self._bytes_a_call = _BYTES_A_CALL
 
     def of(self, rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:

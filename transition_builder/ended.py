@@ -22,7 +22,6 @@ class EndedRollouts:
     """Judges and reads rollouts."""
 
     def __init__(self, source: RolloutReader, spec: BuilderSettings) -> None:
-        """Read with `source`, and wait as long as `spec` says."""
         self._source = source
         self._spec = spec
 

@@ -51,9 +51,7 @@ def owners_of(spans: pl.DataFrame) -> pl.DataFrame:
 def owners_at_hand(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     """Return OWNERS that take the spans at hand into account: the store may not show all of an insert yet.
 
-    Args:
-        rows: rows with the columns of NAMES, and RowKind.
-        known: OWNERS of the traces of those that name no rollout, as far as the store knows them.
+    Rows have the columns of NAMES, and RowKind; `known` are the OWNERS that the store knows.
     """
     if _all_named(rows):
         return known

@@ -92,17 +92,10 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
 
 
 def read(reader: StoreReader, spec: BuilderSettings, rollouts: pl.DataFrame, spans: pl.DataFrame, calls: pl.DataFrame) -> pl.DataFrame:
-    """Evaluate a specification's files, which were checked, for some rollouts.
+    """Return SQL_REWARDS by a specification's files, which were checked, for the final attempts (ATTEMPT) of some rollouts.
 
-    Args:
-        reader: queries the store, for the specification as it was when the files were checked.
-        spec: names the files.
-        rollouts: RunId, RolloutId and Attempt, of the final attempts.
-        spans: SPANS of theirs: their times bound the rows that a file reads.
-        calls: CALLS of theirs.
-
-    Returns:
-        SQL_REWARDS; of a file without rows of calls, at least one row a rollout: its Value is null where the file gives none.
+    The times of their SPANS and CALLS bound the rows that a file reads. A file without rows of calls gives at least one row a rollout: its
+    Value is null where the file gives none.
 
     Raises:
         BuilderError: a file was changed since it was checked, gives several values to one target, or values that a reward cannot have.
