@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -166,7 +167,7 @@ def reference_of(function: Callable[..., Any], what: str) -> tuple[str, Path]:
             "level of its file."
         )
     try:
-        attribute = _attribute(module, name)
+        attribute = attrgetter(name)(module)
     except AttributeError:
         attribute = None
     if attribute is not function:
@@ -236,18 +237,11 @@ def _module(module_name: str) -> ModuleType:
 def _named(module: ModuleType, path: str) -> Any:
     """Return the attribute of the module with that name, else the function that it has decorated by that name."""
     try:
-        return _attribute(module, path)
+        return attrgetter(path)(module)
     except AttributeError:
         if (marked := _marked(module).get(path)) is None:
             raise
         return marked
-
-
-def _attribute(module: ModuleType, path: str) -> Any:
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _marked(module: ModuleType) -> dict[str, Callable[..., Any]]:

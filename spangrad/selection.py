@@ -36,28 +36,20 @@ def conditions(selection: Selection, section: str = "selection") -> list[Conditi
         SettingsError: a pattern is no regular expression (in the syntax of Rust's regex crate, which Polars uses).
     """
     policy = pl.when(pl.col("Policy") != "").then("Policy").otherwise("Model")
-    scalars = [
-        ("agent", selection.agents, pl.col("AgentName")),
-        ("model", selection.models, pl.col("Model")),
-        ("policy", selection.policies, policy),
-    ]
-    lists = [("tool", selection.tools, pl.col("Tools")), ("component", selection.components, pl.col("Components"))]
-    return [
-        *(
-            Condition(what, _matches(name, pattern, what, section).fill_null(value=False), name)
-            for what, pattern, name in scalars
-            if pattern is not None
-        ),
-        *(
-            Condition(
-                what,
-                names.list.eval(_matches(pl.element(), pattern, what, section)).list.any().fill_null(value=False),
-                names.list.join(", "),
-            )
-            for what, pattern, names in lists
-            if pattern is not None
-        ),
-    ]
+    texts = {
+        "agent": (selection.agents, pl.col("AgentName")),
+        "model": (selection.models, pl.col("Model")),
+        "policy": (selection.policies, policy),
+    }
+    lists = {"tool": (selection.tools, pl.col("Tools")), "component": (selection.components, pl.col("Components"))}
+    given = list[Condition]()
+    for what, (pattern, names) in (texts | lists).items():
+        if pattern is not None and what in texts:
+            given.append(Condition(what, _matches(names, pattern, what, section).fill_null(value=False), names))
+        elif pattern is not None:
+            holds = names.list.eval(_matches(pl.element(), pattern, what, section)).list.any()
+            given.append(Condition(what, holds.fill_null(value=False), names.list.join(", ")))
+    return given
 
 
 def expression(selection: Selection, section: str = "selection") -> pl.Expr:

@@ -159,25 +159,15 @@ def reachable(environment: Mapping[str, str], address: str | None) -> dict[str, 
 
 
 def _replace_loopback(text: str, address: str) -> str:
-    """Return a text with its loopback addresses replaced."""
-
     def replacement(match: re.Match[str]) -> str:
         try:
             host = urlsplit(match[0]).hostname or ""
-        except ValueError:
-            return match[0]  # no address at all
-        if not _is_loopback(host):
+            is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:  # no address at all, or a name
             return match[0]
-        return match[0].replace(in_url(host), address, 1)
+        return match[0].replace(in_url(host), address, 1) if is_loopback else match[0]
 
     return _ADDRESS.sub(replacement, text)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name
 
 
 def remove(engine: str, names: list[str]) -> None:

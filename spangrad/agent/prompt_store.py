@@ -69,7 +69,7 @@ class PromptStore:
         Raises:
             PromptError: there is none; the server refuses, or stays unreachable.
         """
-        return _text(self._ask("GET", f"/v1/prompts/{quote(name, safe='')}", query={} if version is None else {"version": version}))
+        return PromptText(**self._ask("GET", f"/v1/prompts/{quote(name, safe='')}", query={} if version is None else {"version": version}))
 
     def put(self, name: str, text: str, *, publish: bool = True) -> PromptText:
         """Store a text as a version, and publish it or not.
@@ -95,7 +95,7 @@ class PromptStore:
         Raises:
             PromptError: the server refuses, or stays unreachable.
         """
-        return [_text(prompt) for prompt in self._ask("GET", f"/v1/prompts/{quote(name, safe='')}/versions")["prompts"]]
+        return [PromptText(**prompt) for prompt in self._ask("GET", f"/v1/prompts/{quote(name, safe='')}/versions")["prompts"]]
 
     def newest(self) -> list[PromptText]:
         """Return the published version of each prompt, else its newest.
@@ -103,7 +103,7 @@ class PromptStore:
         Raises:
             PromptError: the server refuses, or stays unreachable.
         """
-        return [_text(prompt) for prompt in self._ask("GET", "/v1/prompts")["prompts"]]
+        return [PromptText(**prompt) for prompt in self._ask("GET", "/v1/prompts")["prompts"]]
 
     def edits(self, name: str, search: str | None = None) -> list[Edit]:
         """Return the edits of a prompt, in order; None: of all searches.
@@ -119,7 +119,3 @@ class PromptStore:
 
     def _ask(self, method: str, path: str, body: Mapping[str, object] | None = None, query: Mapping[str, object] | None = None) -> Any:
         return ask(self._service, method, f"{path}?{urlencode(query)}" if query else path, body, seconds=_ANSWER_SECONDS)
-
-
-def _text(answer: Mapping[str, Any]) -> PromptText:
-    return PromptText(**answer)
