@@ -21,7 +21,8 @@ from transition_builder.schemas import SPAN
 def malformed_arguments(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tool calls whose arguments are no JSON object. Only responses show it: a tool's span holds parsed arguments of other code."""
     requested = _requested_tools(rule, rule_input)
-    return _findings(rule, requested.filter(~_mapped(requested["Arguments"], _is_object, pl.Boolean)), pl.len())
+    is_object = _mapped(requested["Arguments"], lambda text: isinstance(_decoded(text), dict), pl.Boolean)
+    return _findings(rule, requested.filter(~is_object), pl.len())
 
 
 def repeated_call(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
@@ -65,16 +66,14 @@ def _mapped(texts: pl.Series, function: Callable[[str], object], dtype: type[pl.
     return pl.Series([values[text] for text in texts], dtype=dtype)
 
 
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except JSON_ERRORS:
-        return False
-
-
 def _canonical(text: str) -> str:
     """Return arguments without irrelevant differences: the order of keys, and blanks."""
+    arguments = _decoded(text)
+    return text.strip() if arguments is None else json.dumps(arguments, sort_keys=True)
+
+
+def _decoded(text: str) -> object:
     try:
-        return json.dumps(msgspec.json.decode(text), sort_keys=True)
+        return msgspec.json.decode(text)
     except JSON_ERRORS:
-        return text.strip()
+        return None
