@@ -65,9 +65,6 @@ _MODULES = {
 _OPTIONAL = ("prompts", "commands.prompts")
 """Packages that an installation may lack; the extra that brings them is named like the last part."""
 
-COMMANDS = {_module.rpartition(".")[2]: _help for _commands in _MODULES.values() for _module, _help in _commands.items()}
-"""Name of each command -> its help."""
-
 app = App(name="spangrad", version=__version__, help="Train the language model inside any agent, from the spans that it already emits.")
 for _place, (_group_name, _commands) in enumerate(_MODULES.items()):
     _group = Group(_group_name, sort_key=_place)

@@ -60,6 +60,8 @@ def prompt(name: str, version: int | None = None) -> Prompt:
     Raises:
         PromptError: there is no such prompt, or no server of prompts answers at SPANGRAD_PROMPT_URL.
     """
+    from opentelemetry import trace
+
     from spangrad.agent.prompt_store import PromptStore  # its imports take a tenth of a second, which most agents need not pay
 
     url = os.environ.get(URL) or DEFAULT_URL
@@ -83,7 +85,7 @@ def prompt(name: str, version: int | None = None) -> Prompt:
             _texts.popitem(last=False)
         while len(_first) > _ATTEMPTS_KEPT:
             _first.popitem(last=False)
-    _mark(text)
+    trace.get_current_span().set_attributes({PROMPT_NAME: text.name, PROMPT_VERSION: text.version})
     return text
 
 
@@ -124,10 +126,3 @@ def attempt_facts(environ: Mapping[str, str]) -> dict[str, str]:
 def _pinned(name: str, carried: Mapping[str, str]) -> int | None:
     version = carried.get(PROMPT_VERSION, "") if carried.get(PROMPT_NAME) == name else ""
     return int(version) if version.isdecimal() else None
-
-
-def _mark(text: Prompt) -> None:
-    """Record the version that was fetched on the current span."""
-    from opentelemetry import trace
-
-    trace.get_current_span().set_attributes({PROMPT_NAME: text.name, PROMPT_VERSION: text.version})

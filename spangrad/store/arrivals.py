@@ -117,13 +117,11 @@ class Arrivals:
             answer = ask(store, "GET", f"{PATH}?{query}", seconds=seconds + _GRACE_SECONDS)
         except StoreError as error:
             self.by_events = error.http_status != _NOT_FOUND
-            return self._unknown(topics, seconds) if self.by_events else None
+            if not self.by_events:
+                return None
+            time.sleep(min(seconds, _RECONNECT_SECONDS))
+            return {topic: object() for topic in topics}  # which differ from all others
         return {Topic(name): position for name, position in answer["positions"].items()}
-
-    def _unknown(self, topics: Sequence[Topic], seconds: float) -> Mapping[Topic, object]:
-        """Wait a little for a store that does not answer, and return positions that differ from all others."""
-        time.sleep(min(seconds, _RECONNECT_SECONDS))
-        return {topic: object() for topic in topics}
 
     def _poll(self, topics: Sequence[Topic]) -> Mapping[Topic, object]:
         tables = {_TABLES[topic] for topic in topics}

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from commands.demo.settings import demo_settings, write_settings
 from commands.options import flag_values
 from commands.stopped_store import own_store
-from spangrad.cli import COMMANDS
+from spangrad.cli import app
 from spangrad.errors import SettingsError
 from spangrad.http.json_http import status_of
 from spangrad.processes import free_ports
@@ -24,6 +24,7 @@ from spangrad.settings.sources import explain_settings, load_settings
 from spangrad.store.clickhouse import connect
 from tests.support.processes import run_spangrad
 
+COMMANDS = [name for name in app if not name.startswith("-")]
 TWICE = '[{"name": "a", "token": "1"}, {"name": "a", "token": "2"}]'
 HEAVY = ("torch", "verl", "ray", "chdb", "polars", "pydantic", "numpy", "aiohttp", "clickhouse_connect", "opentelemetry")
 
