@@ -27,10 +27,10 @@ from transition_builder.rewards.rules.tools import whole
 from transition_builder.schemas import ATTEMPT
 
 RULES: Mapping[str, Callable[[AirRule, RuleInput], pl.DataFrame]] = {
-    "tool_ok": tools.ok,
-    "tool_error": tools.error,
+    "tool_ok": tools.outcome,
+    "tool_error": tools.outcome,
     "tool_exception": tools.exception,
-    "empty_result": tools.empty_result,
+    "empty_result": tools.outcome,
     "malformed_arguments": tool_requests.malformed_arguments,
     "repeated_call": tool_requests.repeated_call,
     "unparsable_output": calls.unparsable_output,

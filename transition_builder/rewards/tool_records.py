@@ -8,7 +8,6 @@ requested ones. Nothing waits for log records: those that have not arrived when 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -70,10 +69,10 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame) -> tup
     events, logs = not columns.EVENTS.isdisjoint(used), not columns.LOGS.isdisjoint(used)
     if not (events or logs):
         return empty(TOOL_EVENTS), empty(TOOL_LOGS)
-    tools = _tools(spans)
+    statements = list(_tools(spans).iter_slices(KEYS_A_STATEMENT))
     return (
-        concat((reader.frame(_EVENTS.format(**span_constants(batch))) for batch in _statements(tools)) if events else (), TOOL_EVENTS),
-        concat((reader.frame(_LOGS.format(**_log_constants(batch))) for batch in _statements(tools)) if logs else (), TOOL_LOGS),
+        concat((reader.frame(_EVENTS.format(**span_constants(batch))) for batch in statements) if events else (), TOOL_EVENTS),
+        concat((reader.frame(_LOGS.format(**_log_constants(batch))) for batch in statements) if logs else (), TOOL_LOGS),
     )
 
 
@@ -81,10 +80,6 @@ def _tools(spans: pl.DataFrame) -> pl.DataFrame:
     """Return the spans of tools, of any convention, each once."""
     once = spans.filter(pl.col("RowKind") == "span").unique(SPAN, keep="first", maintain_order=True)
     return dialects.describe(once).filter("IsTool")[[*SPAN, "Timestamp", "Duration", "ServiceName", "SpanName"]].sort("Timestamp")
-
-
-def _statements(tools: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    return tools.iter_slices(KEYS_A_STATEMENT) if tools.height else iter(())
 
 
 def _log_constants(tools: pl.DataFrame) -> dict[str, object]:

@@ -12,25 +12,24 @@ _EMPTY = ("", "[]", "{}", "()", "null", "None", '""', "''")
 """Empty results, as JSON and as Python write them."""
 
 
-def ok(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
-    """Find tools that ran without an error."""
-    return _findings(rule, rule_input, ~pl.col("ToolFailed"))
+_OUTCOMES = {
+    "tool_ok": ~pl.col("ToolFailed"),
+    "tool_error": pl.col("ToolFailed"),
+    # A tool whose span holds no result is not judged.
+    "empty_result": ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY),
+}
+"""Kinds of rules, and when a tool's outcome meets them."""
 
 
-def error(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
-    """Find tools that failed."""
-    return _findings(rule, rule_input, pl.col("ToolFailed"))
+def outcome(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
+    """Find tools that ran without an error, that failed, or that ran and returned nothing."""
+    return _findings(rule, rule_input, _OUTCOMES[rule.kind])
 
 
 def exception(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
     """Find tools in which an exception of a type was raised that matches rule.types in full; a tool call counts once."""
     matching = rule_input.exception_types.filter(pl.col("ExceptionType").str.contains(whole(rule.types or "")))
     return _findings(rule, rule_input, pl.col("Tool").is_in(matching["Tool"].implode()))
-
-
-def empty_result(rule: AirRule, rule_input: RuleInput) -> pl.DataFrame:
-    """Find tools that ran without an error and returned nothing. A tool whose span holds no result is not judged."""
-    return _findings(rule, rule_input, ~pl.col("ToolFailed") & pl.col("ToolResult").str.strip_chars().is_in(_EMPTY))
 
 
 def named(rule: AirRule, column: str) -> pl.Expr:
