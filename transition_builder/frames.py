@@ -28,58 +28,43 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Inputs of the completeness decision; no token ids, no attributes."""
+    """Inputs of the completeness decision, of the schemas of their names; no token ids, no attributes."""
 
     roots: pl.DataFrame
     """ROOTS, of every attempt."""
     presence: pl.DataFrame
-    """PRESENCE."""
     counts: pl.DataFrame
-    """COUNTS."""
     owners: pl.DataFrame = field(default_factory=lambda: empty(OWNERS))
     """OWNERS of the traces of rows that name no rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Everything known of the rollouts to build."""
+    """Everything known of the rollouts to build, of the schemas of their names; what only rules use is empty unless one uses it."""
 
     rollouts: pl.DataFrame
     """ROLLOUTS, none of them waiting."""
     spans: pl.DataFrame
-    """SPANS."""
     calls: pl.DataFrame
-    """CALLS."""
     answers: pl.DataFrame
-    """ANSWERS."""
     sql_rewards: pl.DataFrame = field(default_factory=lambda: empty(SQL_REWARDS))
-    """SQL_REWARDS of the specification's files."""
     responses: pl.DataFrame = field(default_factory=lambda: empty(RESPONSES))
-    """RESPONSES, where a rule of the specification asks for them."""
     dropped: pl.DataFrame = field(default_factory=lambda: empty(DROPPED))
-    """DROPPED."""
     owners: pl.DataFrame = field(default_factory=lambda: empty(OWNERS))
     """OWNERS of the traces of rows that name no rollout, as far as the store knows them."""
     tool_events: pl.DataFrame = field(default_factory=lambda: empty(TOOL_EVENTS))
-    """TOOL_EVENTS, where a rule of the specification asks for them."""
     tool_logs: pl.DataFrame = field(default_factory=lambda: empty(TOOL_LOGS))
-    """TOOL_LOGS, where a rule of the specification asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Rows that `build` makes of `Frames`."""
+    """Rows that `build` makes of `Frames`, of the schemas of their names."""
 
     transitions: pl.DataFrame
-    """TRANSITIONS."""
     drops: pl.DataFrame
-    """DROPS."""
     rewards: pl.DataFrame
-    """REWARDS."""
     tool_calls: pl.DataFrame = field(default_factory=lambda: empty(TOOL_CALLS))
-    """TOOL_CALLS."""
     times: pl.DataFrame = field(default_factory=lambda: empty(TIMES))
-    """TIMES."""
 
 
 def empty(schema: Schema) -> pl.DataFrame:
