@@ -20,12 +20,12 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
-from opentelemetry import context, trace
+from opentelemetry import baggage, context, trace
 from opentelemetry.instrumentation.distro import BaseDistro  # pyright: ignore[reportMissingTypeStubs]
 from opentelemetry.sdk._configuration import _OTelSDKConfigurator  # pyright: ignore[reportPrivateUsage]  # what every distribution extends
 from opentelemetry.sdk.trace import TracerProvider
 
-from span_processors.context import environment_context, process_attributes
+from span_processors.context import environment_context
 from span_processors.exits import flush_at_exits
 from span_processors.export import LosslessSpanProcessor, RolloutSpanProcessor, parse_headers, traces_url
 from span_processors.langchain_link import link_langchain
@@ -67,7 +67,7 @@ class SpangradConfigurator(_OTelSDKConfigurator):
             super()._configure(**kwargs)
             _equip(export=False)
             return
-        named = _exporters(os.environ)
+        named = [name for part in os.environ.get(_EXPORTER, "").split(",") if (name := part.strip()) not in {"", "none"}]
         others = [name for name in named if name not in _OTLP_EXPORTERS]
         # Only while the SDK reads it: child processes must see what the user set.
         with _variable(_EXPORTER, ",".join(others) or "none"):
@@ -78,7 +78,7 @@ class SpangradConfigurator(_OTelSDKConfigurator):
 def pre_instrument() -> None:
     """Add our processors to the provider that a distribution has made, before the instrumentors see it."""
     configured = os.environ.get(_EXPORTER) or os.environ.get(_CONFIG_FILE)
-    _equip(export=not configured and bool(_endpoint_set(os.environ)))
+    _equip(export=not configured and bool(_otlp_variable(os.environ, "ENDPOINT")))
 
 
 def post_instrument() -> None:
@@ -98,29 +98,24 @@ def set_defaults() -> None:
 
 def otlp_url(environ: Mapping[str, str]) -> str:
     """Return the URL for spans, by OpenTelemetry's variables; a gRPC endpoint is used as OTLP/HTTP, with a warning in the log."""
-    url = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or traces_url(environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or _DEFAULT_ENDPOINT)
+    url = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or traces_url(_otlp_variable(environ, "ENDPOINT") or _DEFAULT_ENDPOINT)
     if "://" not in url:
         url = f"http://{url}"
     parts = urlsplit(url)
-    protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or ""
     if parts.port == _GRPC_PORT:
         http_url = parts._replace(
             netloc=parts.netloc[: -len(str(_GRPC_PORT))] + str(_HTTP_PORT), path=parts.path.rstrip("/") or "/v1/traces"
         ).geturl()
         _logger.warning("port %d takes OTLP/gRPC; spans are sent by OTLP/HTTP to %s instead of %s", _GRPC_PORT, http_url, url)
         return http_url
-    if protocol == "grpc":
+    if _otlp_variable(environ, "PROTOCOL") == "grpc":
         _logger.warning("OTEL_EXPORTER_OTLP_PROTOCOL=grpc is not used here: spans are sent by OTLP/HTTP to %s", url)
     return url
 
 
-def _endpoint_set(environ: Mapping[str, str]) -> str | None:
-    return environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-
-
-def _exporters(environ: Mapping[str, str]) -> list[str]:
-    names = [name.strip() for name in environ.get(_EXPORTER, "").split(",")]
-    return [name for name in names if name and name != "none"]
+def _otlp_variable(environ: Mapping[str, str], name: str) -> str | None:
+    """Return a variable of OTLP's exporters, that for spans before that for all signals."""
+    return environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or environ.get(f"OTEL_EXPORTER_OTLP_{name}")
 
 
 def _equip(*, export: bool) -> None:
@@ -138,18 +133,14 @@ def _equip(*, export: bool) -> None:
             _logger.warning("set %s=%d: the default of 128 drops long prompts from spans", _SPAN_LIMIT, _ATTRIBUTE_COUNT_LIMIT)
         started_in = environment_context(os.environ)
         context.attach(started_in)
-        provider.add_span_processor(RolloutSpanProcessor(process_attributes(started_in)))
+        provider.add_span_processor(RolloutSpanProcessor(baggage.get_all(started_in)))
         if export:
-            provider.add_span_processor(_exporting_processor(os.environ))
+            headers, certificate = (_otlp_variable(os.environ, name) for name in ("HEADERS", "CERTIFICATE"))
+            exporter = LosslessSpanProcessor(otlp_url(os.environ), parse_headers(headers or ""), certificate=certificate)
+            provider.add_span_processor(exporter)
         flush_at_exits(provider)
     except Exception:  # an agent must start whatever is wrong with its telemetry
         _logger.exception("spans of this process will not be recorded for training")
-
-
-def _exporting_processor(environ: Mapping[str, str]) -> LosslessSpanProcessor:
-    headers = environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or environ.get("OTEL_EXPORTER_OTLP_HEADERS") or ""
-    certificate = environ.get("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE") or environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE")
-    return LosslessSpanProcessor(otlp_url(environ), parse_headers(headers), certificate=certificate)
 
 
 @contextmanager

@@ -24,13 +24,13 @@ def environment_context(environ: Mapping[str, str]) -> Context:
     return context_from({name: environ[name.upper()] for name in _NAMES if name.upper() in environ})
 
 
-def rollout_attributes(context: Context | None, process: Mapping[str, str]) -> dict[str, str | int]:
+def rollout_attributes(context: Context | None, process: Mapping[str, object]) -> dict[str, str | int]:
     """Return the span attributes that name the run and the rollout of a span.
 
     Args:
         context: context in which the span starts. None: the current context.
-        process: the same attributes as the process was started with, used for what the context lacks. A rollout, its attempt
-            and its prompt come from one source: another rollout's are never mixed in.
+        process: baggage that the process was started with, used for what the context lacks. A rollout, its attempt and its prompt
+            come from one source: another rollout's are never mixed in.
     """
     carried = baggage.get_all(context)
     attributes: dict[str, str | int] = {}
@@ -42,9 +42,3 @@ def rollout_attributes(context: Context | None, process: Mapping[str, str]) -> d
             text = str(value)
             attributes[key] = int(text) if key in _NUMBERS and text.isdecimal() else text
     return attributes
-
-
-def process_attributes(context: Context) -> dict[str, str]:
-    """Return the attributes of a context that `rollout_attributes` falls back on."""
-    carried = baggage.get_all(context)
-    return {key: str(carried[key]) for key in CONTEXT_KEYS if key in carried}

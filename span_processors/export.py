@@ -100,8 +100,8 @@ SEQUENCE = ProcessSequence()
 class RolloutSpanProcessor(SpanProcessor):
     """Writes `spangrad.process.id`, `spangrad.seq` and the attributes of its rollout on every span as it starts."""
 
-    def __init__(self, process: Mapping[str, str]) -> None:
-        """`process` holds the attributes that the process was started with, which a span's own context goes before."""
+    def __init__(self, process: Mapping[str, object]) -> None:
+        """`process` is the baggage that the process was started with, which a span's own context goes before."""
         self._process = dict(process)
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
@@ -160,23 +160,15 @@ class LosslessQueue(ABC, Generic[_T]):
         self._accepted = 0
         self._settled = 0
         self._flush_to = 0
-        self._lost = 0
-        self._lost_because = ""
+        self.lost = 0
+        """Number of spans lost so far: refused, not sendable, without room, or without time."""
+        self.lost_because = ""
+        """Reason for the last loss, for users; empty while there is none."""
         self._saturated = False
         self._closing = False
         self._closed = False
         self._thread: threading.Thread | None = None
         self._post.forget_connection()
-
-    @property
-    def lost(self) -> int:
-        """Return the number of spans lost so far: refused, not sendable, without room, or without time."""
-        return self._lost
-
-    @property
-    def lost_because(self) -> str:
-        """Return the reason for the last loss, for users; empty while there is none."""
-        return self._lost_because
 
     def put(self, span: _T, size: int) -> None:
         """Queue a span of so many bytes; wait a bounded time when the queue is full, then count it as lost."""
@@ -237,8 +229,8 @@ class LosslessQueue(ABC, Generic[_T]):
             if left := len(self._queue) + self._in_flight:
                 self._lose(left, "there was no time")
             self._changed.notify_all()
-        if self._lost:
-            print(f"spangrad: {self._lost} spans were not delivered to {self.url} and are lost.", file=sys.stderr, flush=True)
+        if self.lost:
+            print(f"spangrad: {self.lost} spans were not delivered to {self.url} and are lost.", file=sys.stderr, flush=True)
 
     def _work(self) -> None:
         with suppress_instrumentation():
@@ -313,8 +305,8 @@ class LosslessQueue(ABC, Generic[_T]):
 
     def _lose(self, count: int, because: str) -> None:
         with self._changed:
-            self._lost += count
-            self._lost_because = because
+            self.lost += count
+            self.lost_because = because
 
 
 class LosslessSpanProcessor(LosslessQueue[ReadableSpan], SpanProcessor):
@@ -365,12 +357,8 @@ def _value_bytes(value: object) -> int:
 def tracer_provider(service_name: str, endpoint: str, headers: Mapping[str, str] | None = None) -> TracerProvider:
     """Return a provider of the process's own, not the global one, whose spans go whole to an OTLP/HTTP endpoint and are never sampled out.
 
-    Spans name the rollout of the context in which they start.
-
-    Args:
-        service_name: `service.name` of the spans.
-        endpoint: base URL, without `/v1/traces`.
-        headers: headers of each request, such as `bearer(token)`.
+    Spans name the rollout of the context in which they start. The endpoint is a base URL, without `/v1/traces`; headers are those of each
+    request, such as `bearer(token)`.
     """
     provider = TracerProvider(
         sampler=ALWAYS_ON,
