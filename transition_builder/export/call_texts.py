@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spangrad.settings import Selection
@@ -71,13 +70,11 @@ class RolloutTexts:
     whole: bool
     """True if the call that the rollout began with is among them."""
 
-    def conversations(self) -> list[Conversation]:
-        """Return the calls with messages, merged; their `calls` are places in `call_texts`."""
-        places = [index for index, conversation in enumerate(self.call_texts) if not isinstance(conversation.dialogue.prompt, str)]
-        merged = of_messages([_messages(self.call_texts[index].dialogue) for index in places])
-        for conversation in merged:
-            conversation.calls = [places[at] for at in conversation.calls]
-        return merged
+    def conversations(self) -> list[tuple[Conversation, list[dict[str, Any]]]]:
+        """Return the calls with messages, merged, each conversation with its rows of `GroupSlice.calls`."""
+        with_messages = [call_text for call_text in self.call_texts if not isinstance(call_text.dialogue.prompt, str)]
+        merged = of_messages([_messages(call_text.dialogue) for call_text in with_messages])
+        return [(conversation, [with_messages[at].call for at in conversation.calls]) for conversation in merged]
 
 
 def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[RolloutTexts]:
@@ -135,8 +132,10 @@ def _messages(dialogue: Dialogue) -> tuple[list[Message], Message, list[dict[str
 
 def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
     """Return the dialogue of each call, in their order; log records are read for spans that hold none."""
-    places = [(_time(call), call["TraceId"], call["SpanId"]) for call in calls]
-    contents = _contents(client, url, places)
+    # Starts to a microsecond, as Python holds times.
+    places = [(int(call["Timestamp"].timestamp() * 1_000_000) * 1000, call["TraceId"], call["SpanId"]) for call in calls]
+    rows = _rows(client, url, _QUERY, places, _SLACK_NS)
+    contents = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
     dialogues = [_dialogue(contents.get(place[1:]), call["ChoiceIndex"]) for place, call in zip(places, calls, strict=True)]
     silent = [at for at, dialogue in enumerate(dialogues) if dialogue is LeftOut.NO_TEXT and places[at][1:] in contents]
     records = _records(client, url, [places[at] for at in silent])
@@ -159,11 +158,6 @@ def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
     except (TypeError, ValueError, LookupError, AttributeError, RecursionError):
         # UnreadableError, or another: spans of other senders may hold anything.
         return LeftOut.UNREADABLE_TEXT
-
-
-def _contents(client: Client, url: str, spans: Collection[_Place]) -> dict[_Key, SpanText]:
-    rows = _rows(client, url, _QUERY, spans, _SLACK_NS)
-    return {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
 
 
 def _records(client: Client, url: str, spans: Collection[_Place]) -> dict[_Key, list[tuple[str, Mapping[str, str]]]]:
@@ -190,12 +184,6 @@ def _rows(client: Client, url: str, query: str, spans: Collection[_Place], slack
         with store_errors(url):
             rows = client.query(filled).result_rows
         yield from rows
-
-
-def _time(call: Mapping[str, Any]) -> int:
-    """Return the start of the call's span: nanoseconds since 1970, to a microsecond."""
-    time: datetime = call["Timestamp"]
-    return int(time.timestamp() * 1_000_000) * 1000
 
 
 def _regular(expression: str) -> str:

@@ -26,6 +26,7 @@ class _Candidate:
     rollout: RolloutTexts
     main: Conversation
     """Conversation that the rollout began with."""
+    calls: list[dict[str, Any]]
 
     @property
     def value(self) -> float:
@@ -34,14 +35,6 @@ class _Candidate:
     @property
     def prompt(self) -> list[Message]:
         return self.main.messages[: self.main.prompt]
-
-    @property
-    def key(self) -> Hashable:
-        return prompt_key(self.prompt)
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        return [self.rollout.call_texts[at].call for at in self.main.calls]
 
 
 def write_preferences(reader: ExportReader, out: Path, *, min_margin: float = 0.0) -> None:
@@ -55,11 +48,11 @@ def write_preferences(reader: ExportReader, out: Path, *, min_margin: float = 0.
                 pair = _pair(candidates, min_margin)
                 if isinstance(pair, LeftOut):
                     reader.tally.groups_left_out[pair.value] += 1
-                    reader.tally.count_left_out(pair, sum(len(candidate.main.calls) for candidate in candidates))
+                    reader.tally.count_left_out(pair, sum(len(candidate.calls) for candidate in candidates))
                     continue
                 lines.write(_row(reader, *pair))
-                reader.tally.write(sum(len(candidate.main.calls) for candidate in pair), pairs=1)
-                rest = sum(len(candidate.main.calls) for candidate in candidates if candidate not in pair)
+                reader.tally.write(sum(len(candidate.calls) for candidate in pair), pairs=1)
+                rest = sum(len(candidate.calls) for candidate in candidates if candidate not in pair)
                 reader.tally.count_left_out(LeftOut.NOT_IN_A_PAIR, rest)
     tally = reader.tally
     without = tally.groups - tally.written["pairs"] - sum(tally.groups_left_out.values())
@@ -78,9 +71,10 @@ def _candidate(reader: ExportReader, rollout: RolloutTexts) -> _Candidate | None
     if reason is not None:
         reader.tally.count_left_out(reason, len(rollout.call_texts))
         return None
-    main = next(conversation for conversation in rollout.conversations() if 0 in conversation.calls)
-    reader.tally.count_left_out(LeftOut.OTHER_BRANCH, len(rollout.call_texts) - len(main.calls))
-    return _Candidate(rollout, main)
+    first = rollout.call_texts[0].call
+    main, calls = next((conversation, calls) for conversation, calls in rollout.conversations() if first in calls)
+    reader.tally.count_left_out(LeftOut.OTHER_BRANCH, len(rollout.call_texts) - len(calls))
+    return _Candidate(rollout, main, calls)
 
 
 def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, _Candidate] | LeftOut:
@@ -89,7 +83,7 @@ def _pair(candidates: list[_Candidate], min_margin: float) -> tuple[_Candidate, 
         return LeftOut.GROUP_OF_ONE
     same_prompt: dict[Hashable, list[_Candidate]] = {}
     for candidate in candidates:
-        same_prompt.setdefault(candidate.key, []).append(candidate)
+        same_prompt.setdefault(prompt_key(candidate.prompt), []).append(candidate)
     sets = [several for several in same_prompt.values() if len(several) > 1]
     if not sets:
         return LeftOut.PROMPTS_DIFFER

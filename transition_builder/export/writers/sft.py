@@ -22,8 +22,7 @@ def write_sft(reader: ExportReader, out: Path) -> None:
     with JsonLines(out) as lines:
         for part in reader.parts():
             for rollout in rollout_texts(reader, part):
-                for conversation in rollout.conversations():
-                    calls = [rollout.call_texts[at].call for at in conversation.calls]
+                for conversation, calls in rollout.conversations():
                     tools = {"tools": conversation.tools} if conversation.tools else {}
                     lines.write({"messages": weighted(conversation), **tools, "meta": about(reader, rollout.rollout, calls)})
                     reader.tally.write(len(calls), rows=1, trained_messages=sum(conversation.trained))

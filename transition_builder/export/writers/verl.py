@@ -107,8 +107,7 @@ def write_verl_sft(reader: ExportReader, out: Path) -> None:
 
 def _add_conversations(reader: ExportReader, rollout: RolloutTexts, rows: MessageRows) -> None:
     reader.tally.count_left_out(LeftOut.NO_MESSAGES, sum(isinstance(call_text.dialogue.prompt, str) for call_text in rollout.call_texts))
-    for conversation in rollout.conversations():
-        calls = [rollout.call_texts[at].call for at in conversation.calls]
+    for conversation, calls in rollout.conversations():
         reason = _unfit_conversation(conversation)
         if reason is not None:
             reader.tally.count_left_out(reason, len(calls))
