@@ -33,16 +33,10 @@ RETOKENIZED_TEMPERATURE = 1.0
 
 
 def build(frames: Frames, spec: BuilderSettings) -> Built:
-    """Conclude every call of every rollout.
-
-    Args:
-        frames: rollouts with their verdicts (none waiting), and everything known of them.
-        spec: the selection and the reward sources.
-
-    Returns:
-        Rows for the tables transitions, drops, rewards and tool_calls, and the times for builds.
-    """
-    owners = _owners(frames)
+    """Conclude every call of every rollout: rows for transitions, drops, rewards and tool_calls, and the times for builds."""
+    names = [*NAMES, "RowKind"]
+    named = pl.concat([frames.spans.select(names), frames.calls.select(*NAMES, RowKind=pl.lit("span"))])
+    owners = owners_at_hand(named, frames.owners)
     nodes, recorded = read(frames, owners)
     placed = reconstruct(nodes, recorded, frames.answers, frames.dropped)
     calls = reconcile.without_arrays(placed.calls)
@@ -74,7 +68,7 @@ def build(frames: Frames, spec: BuilderSettings) -> Built:
 
 
 def read(frames: Frames, owners: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Return nodes (described spans of the rollouts, the gateway's among them), and the gateway's calls; `owners`: as of `_owners`."""
+    """Return nodes (described spans of the rollouts, the gateway's among them), and the gateway's calls; `owners`: `owners_at_hand`."""
     recorded = gateway.calls(resolve(frames.calls, owners, frames.rollouts))
     spans = resolve(frames.spans.filter(pl.col("RowKind") == "span"), owners, frames.rollouts)
     # A gateway span's row in spangrad_internal.calls may become visible before its row in spangrad_internal.rollout_spans.
@@ -86,12 +80,6 @@ def read(frames: Frames, owners: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFra
     if not spans[SPAN].is_unique().all():
         spans = spans.unique(SPAN, keep="first", maintain_order=True)
     return dialects.describe(spans), recorded
-
-
-def _owners(frames: Frames) -> pl.DataFrame:
-    """Return OWNERS of the traces of rows that name no rollout."""
-    names = [*NAMES, "RowKind"]
-    return owners_at_hand(pl.concat([frames.spans.select(names), frames.calls.select(*NAMES, RowKind=pl.lit("span"))]), frames.owners)
 
 
 def _without_rewarded_failures(rollouts: pl.DataFrame, evaluations: pl.DataFrame) -> pl.DataFrame:

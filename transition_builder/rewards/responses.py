@@ -41,7 +41,8 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame, answer
     """
     if columns.ANSWERS.isdisjoint(columns.used(spec)):
         return empty(RESPONSES)
-    call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | _among(answers))).unique(SPAN, maintain_order=True)
+    is_answered = pl.struct(SPAN).is_in(answers.select(pl.struct(SPAN)).to_series().implode())
+    call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | is_answered)).unique(SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
     for batch in call_spans.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
         with store_errors(reader.url):
@@ -51,7 +52,3 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame, answer
                 asked = [{"Name": name, "Arguments": arguments} for name, arguments in calls]
                 rows.append({"TraceId": trace, "SpanId": span, "ChoiceIndex": choice, "Text": text, "ToolCalls": asked})
     return pl.DataFrame(rows, schema=dict(RESPONSES))
-
-
-def _among(answers: pl.DataFrame) -> pl.Expr:
-    return pl.struct(SPAN).is_in(answers.select(pl.struct(SPAN)).to_series().implode())
