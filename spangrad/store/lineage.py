@@ -162,14 +162,9 @@ class SpanLineage:
 
 
 def of_version(client: Client, policy: str, number: int, branch: str | None, depth: int) -> VersionLineage:
-    """Return a version with its ancestors.
+    """Return a version with its ancestors; `depth` of them with their rollouts and spans.
 
-    Args:
-        client: client of the store.
-        policy: policy of the version.
-        number: number of the version.
-        branch: branch of the version. None: the branch that trained it, not those that began with it.
-        depth: number of versions to return with their rollouts and spans.
+    Its branch, where none is given, is the one that trained it, not those that began with it.
 
     Raises:
         StoreError: the store knows no such version.

@@ -73,15 +73,9 @@ def _roots(arrivals: pl.DataFrame) -> pl.DataFrame:
 
 
 def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
-    """Decide on every rollout that has a final root.
+    """Decide on every rollout that has a final root: return ROLLOUTS, waiting ones included.
 
-    Args:
-        facts: of the rollouts in question; a span counts once however often it was delivered.
-        now: the store's clock, as are all arrival times.
-        spec: the waiting times.
-
-    Returns:
-        ROLLOUTS, waiting ones included.
+    A span counts once however often it was delivered; `now` is the store's clock, as are all arrival times.
     """
     # A worker that died may have written a root before another one wrote the root that ends the rollout.
     roots = facts.roots.sort("Attempt", ~pl.col("Final"), "IngestedAt").unique(ATTEMPT, keep="first", maintain_order=True)

@@ -26,11 +26,7 @@ _REPORTED = ("Model", "ResponseId", "FinishReason")
 
 
 def calls(spans: pl.DataFrame, answers: pl.DataFrame) -> pl.DataFrame:
-    """Make canonical calls of spans without a gateway record.
-
-    Args:
-        spans: described spans (NODES), each of them one call.
-        answers: ANSWERS; a span without one is a call without ids.
+    """Make canonical calls of described spans (NODES) without a gateway record, each of them one call; one without ANSWERS has no ids.
 
     Returns:
         The spans' columns, a row a choice, with those of CALLS, CallId, ByGateway, and Unfinished: the span shows neither the end of
