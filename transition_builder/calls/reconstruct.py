@@ -50,13 +50,9 @@ class Reconstructed:
 
 
 def reconstruct(nodes: pl.DataFrame, recorded: pl.DataFrame, answers: pl.DataFrame, dropped: pl.DataFrame) -> Reconstructed:
-    """Reconstruct the calls of all attempts.
+    """Reconstruct the calls of all attempts from their spans (described, resolved), those of the gateway among them.
 
-    Args:
-        nodes: described, resolved spans of all attempts; the gateway's calls are among them.
-        recorded: the gateway's calls, canonical and resolved.
-        answers: ANSWERS of (at least) the `uncovered` spans that may hold some.
-        dropped: DROPPED.
+    `recorded` are the gateway's calls, canonical and resolved; ANSWERS are of (at least) the `uncovered` spans that may hold some.
     """
     answers = answers.unique(CHOICE, keep="first", maintain_order=True) if answers.height else answers
     forest = SpanForest.of_spans(nodes)

@@ -43,12 +43,10 @@ def without(known: pl.DataFrame, due: pl.DataFrame, rollouts: pl.DataFrame, conc
 
 
 def rollouts_of(rootless: pl.DataFrame, owners: pl.DataFrame, activity: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows with the rollouts that they belong to; Ours: a span names it as a rollout; Announced: a runner announced it.
+    """Return ROOTLESS with the rollouts that they belong to; Ours: a span names it as a rollout; Announced: a runner announced it.
 
-    Args:
-        rootless: ROOTLESS.
-        owners: OWNERS of their traces.
-        activity: ACTIVITY of the rollouts that those name; a run that a row does not name is the rollout's only one.
+    `owners` are OWNERS of their traces, `activity` ACTIVITY of the rollouts that those name; a run that a row does not name is the
+    rollout's only one.
     """
     only = (
         activity.filter(pl.col("RunId") != "")

@@ -81,13 +81,10 @@ def of_sql(rows: pl.DataFrame, nodes: pl.DataFrame, rollouts: pl.DataFrame) -> p
 
 
 def resolve_targets(reported: pl.DataFrame, calls: pl.DataFrame, nodes: pl.DataFrame, caused: pl.DataFrame) -> pl.DataFrame:
-    """Fill in CallId: empty where the reward is the rollout's. Rows that name another attempt's call are left out.
+    """Fill in CallId of REPORTED: empty where the reward is the rollout's. Rows that name another attempt's call are left out.
 
-    Args:
-        reported: REPORTED.
-        calls: placed canonical calls (Order) of final attempts.
-        nodes: the spans that `calls` refer to by Node and ClientNode.
-        caused: tools and the calls that caused them (`causes`).
+    `calls` are placed canonical calls (Order) of final attempts, `nodes` the spans that they refer to by Node and ClientNode, `caused`
+    tools and the calls that caused them (`causes`).
     """
     if reported.is_empty():
         return reported
