@@ -7,8 +7,7 @@ Invariant: counting costs a call less than 5 us and waits for nothing; labels ar
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -16,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.pool.backend import Backend
-from gateway.pool.upstream import Upstream
+from gateway.pool.pool import BackendPool
+from gateway.recorder.exporter import SpanExporter
 
 FIRST_BYTE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WHOLE_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -25,29 +25,12 @@ _PREFIX = "spangrad_gateway_"
 _BACKEND = ["backend", "policy"]
 
 
-@dataclass(frozen=True, slots=True)
-class SpanState:
-    """State of the span exporter at the time of a scrape."""
-
-    delivered: int = 0
-    """Spans that the store has acknowledged."""
-    refused: int = 0
-    """Spans that the store has refused because of their content."""
-    waiting_bytes: int = 0
-    """Bytes of the spans that the store has not acknowledged; all of them are in the spill file."""
-    memory_bytes: int = 0
-    """Bytes of those spans that are in memory as well."""
-
-
 class GatewayMetrics(Collector):
     """Metrics of the gateway, in a registry of their own: events are counted as they happen, states are asked at each scrape."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: BackendPool, exporter: SpanExporter) -> None:
+        self._pool, self._exporter = pool, exporter
         self.in_flight = 0
-        # Asked at each scrape.
-        self.backends: Callable[[], Iterable[Upstream]] = tuple
-        self.spans: Callable[[], SpanState] = SpanState
-        self.calls_waiting: Callable[[], int] = int
         self.followers: Callable[[], int] = int
         self.controller_up: Callable[[], bool] = lambda: True
         self._events = CollectorRegistry(auto_describe=False)
@@ -119,9 +102,9 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics; prometheus_client calls this at each scrape."""
         yield from self._events.collect()
-        spans = self.spans()
+        spans = self._exporter
         yield _gauge("calls_in_flight", "Policy calls that were accepted and have not ended.", self.in_flight)
-        yield _gauge("calls_waiting", "Of those, calls that wait for a backend.", self.calls_waiting())
+        yield _gauge("calls_waiting", "Of those, calls that wait for a backend.", self._pool.waiting)
         yield _counter("spans_delivered", "Spans that the store acknowledged.", spans.delivered)
         yield _counter("spans_refused", "Spans that the store refused for what they are: they are lost.", spans.refused)
         yield _gauge("spans_waiting_bytes", "Bytes of spans in the spill file that the store has not acknowledged.", spans.waiting_bytes)
@@ -146,7 +129,7 @@ class GatewayMetrics(Collector):
         return Histogram(_PREFIX + name, help_text, labels, registry=self._events, buckets=buckets)
 
     def _of_backends(self) -> Iterator[Metric]:
-        backends = list(self.backends())
+        backends = self._pool.backends
         by_status = GaugeMetricFamily(_PREFIX + "backends", "Backends, by status.", labels=["policy", "status"])
         for (policy, status), count in collections.Counter((backend.policy, backend.status) for backend in backends).items():
             by_status.add_metric((policy, status), count)

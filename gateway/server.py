@@ -21,7 +21,7 @@ from gateway.dialects import DIALECTS
 from gateway.followers.controller import Followers
 from gateway.followers.followed_pool import FollowedPool
 from gateway.followers.follower import Follower
-from gateway.metrics import GatewayMetrics, SpanState
+from gateway.metrics import GatewayMetrics
 from gateway.pool.admin_pool import PoolAdmin
 from gateway.pool.pool import BackendPool
 from gateway.proxy.admin import Admin
@@ -107,18 +107,8 @@ async def running(settings: Settings) -> AsyncGenerator[RunningGateway]:
         # Nothing has begun so far that would have to be ended.
         exporter = SpanExporter(settings, session, process_id, retokenizer)
         watcher = asyncio.create_task(follower.run() if follower else pool.run(), name="engine watchers")
-        metrics = GatewayMetrics()
-        metrics.backends = lambda: pool.backends
-        metrics.calls_waiting = lambda: pool.waiting
-        metrics.spans = lambda: SpanState(exporter.delivered, exporter.refused, exporter.waiting_bytes, exporter.memory_bytes)
-        app = application(settings, session, pool, exporter, process_id, access, metrics, redactor, follower)
-        server = HttpServer(
-            app,
-            settings.gateway.host,
-            settings.gateway.port,
-            drain_seconds=DRAIN_SECONDS,
-            tls=tls,
-        )
+        app = application(settings, session, pool, exporter, process_id, access, redactor, follower)
+        server = HttpServer(app, settings.gateway.host, settings.gateway.port, drain_seconds=DRAIN_SECONDS, tls=tls)
         try:
             async with server:
                 yield RunningGateway(server.url, (watcher, exporter.task))
@@ -139,12 +129,11 @@ def application(
     exporter: SpanExporter,
     process_id: str,
     access: AccessControl,
-    metrics: GatewayMetrics,
     redactor: Redactor | None,
     follower: Follower | None,
 ) -> web.Application:
     """Return the HTTP application with all routes of the gateway."""
-    counts = Counts()
+    counts, metrics = Counts(), GatewayMetrics(pool, exporter)
     calls = Calls(settings, session, pool, exporter, counts, process_id, metrics, redactor)
     guards = site_guards(settings.gateway.token or settings.gateway.clients, "gateway", error_response)
     app = web.Application(middlewares=[*guards, access.check], client_max_size=settings.gateway.max_request_bytes)

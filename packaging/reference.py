@@ -198,7 +198,9 @@ def metrics_page() -> Iterator[str]:
         writer=SimpleNamespace(transactions=0, requests=0, seconds=0.0),
     )
     pool: Any = SimpleNamespace(statuses=list, waiting=0, counts=Counter[str]())
-    gateway = GatewayMetrics()  # labels show with the first event
+    backends: Any = SimpleNamespace(backends=[], waiting=0)
+    exporter: Any = SimpleNamespace(delivered=0, refused=0, waiting_bytes=0, memory_bytes=0)
+    gateway = GatewayMetrics(backends, exporter)  # labels show with the first event
     gateway.ended("policy", "dialect", "200", "", tokens_in=1, tokens_out=1, first_byte_seconds=1.0, seconds=1.0)
     gateway.published("policy", "ok", 1.0)
     yield "# Metrics"

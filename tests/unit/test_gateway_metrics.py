@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import GatewayMetrics, SpanState
+from gateway.metrics import GatewayMetrics
 from gateway.pool.backend import Backend, EngineInfo
 from gateway.pool.upstream import Upstream
 from spangrad.settings import BackendSettings
@@ -142,15 +142,13 @@ async def _publications(stage: Stage) -> dict[str, float]:
 
 
 def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
-    metrics = GatewayMetrics()
     other = Upstream("b-0", BackendSettings(url="http://b", policy="b"))
     other._busy_seconds = 1.5
     engine = Backend("a-0", BackendSettings(url="http://a", policy="a"), mock.Mock(), 1)
     engine.serve(EngineInfo("a", 7, "cafe", warm=True), None)
     engine.in_flight = 2
-    metrics.backends = lambda: [other, engine]
-    metrics.spans = lambda: SpanState(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)
-    metrics.calls_waiting = lambda: 5
+    exporter = mock.Mock(delivered=3, refused=1, waiting_bytes=10, memory_bytes=4)
+    metrics = GatewayMetrics(mock.Mock(backends=[other, engine], waiting=5), exporter)
     metrics.published("a", "ok", 2.0)
     text = generate_latest(metrics).decode()
     assert "python_info" not in text
@@ -180,7 +178,7 @@ def test_gateway_metrics_registry_contains_no_process_metrics() -> None:
 
 @pytest.mark.bench
 def test_counting_a_call_costs_less_than_five_microseconds() -> None:
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(mock.Mock(), mock.Mock())
 
     def count() -> None:
         metrics.began()
