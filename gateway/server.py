@@ -25,7 +25,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.pool.admin_pool import PoolAdmin
 from gateway.pool.pool import BackendPool
 from gateway.proxy.admin import Admin
-from gateway.proxy.auth import AccessControl, require_safe, tls_context
+from gateway.proxy.auth import AccessControl, tls_context
 from gateway.proxy.calls import Calls
 from gateway.proxy.counts import Counts
 from gateway.proxy.http import error_response
@@ -36,7 +36,7 @@ from spangrad.errors import GatewayError
 from spangrad.http import server as http_server
 from spangrad.http.metrics import metrics_route
 from spangrad.http.server import HttpServer, site_guards
-from spangrad.processes import require_free_port
+from spangrad.processes import require_free_port, require_safe_bind
 from spangrad.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def serve(settings: Settings) -> None:
         GatewayError: another gateway owns `gateway.spill_path`, or spans could not be written to it before the end.
     """
     gateway = settings.gateway
-    require_safe(gateway)
+    require_safe_bind(gateway.host, gateway.token or gateway.clients, "gateway")
     require_free_port(gateway.host, gateway.port, "gateway.port")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

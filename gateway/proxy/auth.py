@@ -1,7 +1,8 @@
-"""Authentication and authorization of requests to the gateway, and its TLS.
+"""Authentication and authorization of requests to the gateway, limits of their bodies, and its TLS.
 
-In: requests as they come, settings `gateway.token`, `gateway.clients` and `gateway.tls_*`. Out: the same requests, their bodies read
-(`read_body`), or refusals in OpenAI's form. Invariant: a route that is not classified requires full access.
+In: requests as they come, settings `gateway.token`, `gateway.clients`, `gateway.tls_*`, `gateway.max_request_bytes` and
+`gateway.body_seconds`. Out: the same requests, their bodies read, or refusals in OpenAI's form. Invariant: a route that is not classified
+requires full access; a body is read whole, in bounded time and bytes, before anything is done with it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from pydantic import SecretStr
 
 from gateway.proxy.context import attempt_of, parse_baggage
 from gateway.proxy.http import error_response, model_of, url_attempt
-from gateway.proxy.limits import read_body
 from spangrad.errors import JSON_ERRORS, GatewayError, SettingsError
+from spangrad.http.client_timeouts import TooSlowError, UnreadableBodyError, read_in_time
 from spangrad.http.tokens import agent_token, credential
-from spangrad.processes import require_safe_bind
 from spangrad.settings import ClientSettings, GatewaySettings
 
 _OPEN = frozenset({"/healthz", "/readyz"})
@@ -68,7 +68,7 @@ class AccessControl:
             return error_response(401, _ASKS_FOR_TOKEN, "authentication_error")
         calls = path.startswith(_CALLS)
         refusal = _refuse_call(caller, request) if calls else _refuse_admin(caller, path)
-        refusal = refusal or await read_body(request, self._settings)
+        refusal = refusal or await self._read_body(request)
         if refusal is None and calls and caller.policies is not None:
             refusal = await self._refuse_policy(caller.name, caller.policies, request)
         return refusal or await handler(request)
@@ -80,6 +80,26 @@ class AccessControl:
         shown = (credential(headers.get("Authorization", "")), headers.get("x-api-key"))
         # By their hashes, so that the time of a look-up reveals nothing of a token.
         return next((caller for token in shown if token and (caller := self._callers.get(_digest(token)))), None)
+
+    async def _read_body(self, request: web.Request) -> web.Response | None:
+        """Read the body of a request; return a refusal where it is too large, too slow or not as declared."""
+        most = self._settings.max_request_bytes
+        if not request.can_read_body:
+            return None
+        try:
+            if (request.content_length or 0) > most:
+                raise web.HTTPRequestEntityTooLarge(most)
+            await read_in_time(request, self._settings.body_seconds)
+            return None
+        except web.HTTPRequestEntityTooLarge:
+            message = f"the request's body has more than gateway.max_request_bytes = {most} bytes. Send a smaller one."
+            return error_response(413, message, "request_too_large")
+        except TooSlowError as error:
+            refusal = error_response(408, f"{error} (gateway.body_seconds). Send it faster.", "request_timeout")
+        except UnreadableBodyError as error:
+            refusal = error_response(400, str(error), "invalid_request_error")
+        refusal.force_close()
+        return refusal
 
     async def _refuse_policy(self, client: str, policies: Sequence[str], request: web.Request) -> web.Response | None:
         body = await request.read()
@@ -94,15 +114,6 @@ class AccessControl:
         if policy in policies:
             return None
         return _forbidden(f"client {client!r} may not call policy {policy!r}: gateway.clients allows it {sorted(policies)}.")
-
-
-def require_safe(settings: GatewaySettings) -> None:
-    """Refuse to bind beyond loopback when no token is required.
-
-    Raises:
-        SpangradError: `gateway.host` is not loopback, and there is no token.
-    """
-    require_safe_bind(settings.host, settings.token or settings.clients, "gateway")
 
 
 def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import ssl
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -20,7 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from gateway.proxy.auth import AccessControl, require_safe, tls_context
+from gateway.proxy.auth import AccessControl, tls_context
+from gateway.server import serve
 from spangrad.errors import GatewayError, SettingsError, SpangradError
 from spangrad.http.client_timeouts import SilentConnections
 from spangrad.http.tokens import agent_token
@@ -189,11 +191,16 @@ def test_gateway_clients_setting_error_hides_token(tmp_path: Path) -> None:
     assert "evals-key" not in repr(settings)
 
 
-def test_require_safe_beyond_loopback_without_token_raises() -> None:
-    with pytest.raises(SpangradError, match=r"Set gateway.token, or bind 127.0.0.1"):
-        require_safe(GatewaySettings(host="0.0.0.0"))
-    require_safe(GatewaySettings.model_validate({"host": "0.0.0.0", "clients": [{"name": "a", "token": "1"}]}))
-    require_safe(GatewaySettings.model_validate({"host": "0.0.0.0", "token": "1"}))
+def test_serve_beyond_loopback_without_token_raises() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        bound = {"gateway.host": "0.0.0.0", "gateway.port": taken.getsockname()[1]}
+        for allowed, message in (
+            ({}, r"Set gateway.token, or bind 127.0.0.1"),
+            ({"gateway.clients": [{"name": "a", "token": "1"}]}, r"gateway.port"),
+            ({"gateway.token": "1"}, r"gateway.port"),
+        ):
+            with pytest.raises(SpangradError, match=message):
+                serve(load_settings({**bound, **allowed}))
 
 
 @pytest.mark.parametrize("chunked", [False, True])
