@@ -17,10 +17,8 @@ import msgspec
 from gateway.dialects import CHAT
 from gateway.dialects.answer import EngineAnswer
 from gateway.pool.upstream import BackendStatus, Upstream, unreachable
-from gateway.vllm_plugin.middleware import ADAPTER_PATH, CHECKSUM_PATH
+from gateway.vllm_plugin.middleware import CHECKSUM_PATH
 from spangrad.errors import JSON_ERRORS, CheckpointError, EngineError
-from spangrad.http.async_http import AsyncClient
-from spangrad.http.service import RemoteService
 from spangrad.settings import BackendSettings
 from spangrad.weights.shards import ChecksumScope, EngineReports, EngineSums, combine
 
@@ -213,14 +211,6 @@ class Backend(Upstream):
         except CheckpointError as error:
             raise EngineError(f"the engine at {self.url}: {error}") from error
 
-    async def reload(self, path: str) -> None:
-        """Load weights from a directory that the engine's machine sees."""
-        await self.order("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}, self.seconds)
-
-    async def load_adapter(self, path: str) -> None:
-        """Load an adapter, in place of the one that calls are answered with, from a directory that the engine's machine sees."""
-        await self.order(ADAPTER_PATH, {"lora_name": self.policy, "lora_path": path, "load_inplace": True}, self.seconds)
-
     async def probe(self, version: int) -> None:
         """Have each data-parallel replica generate one token, unrecorded, and check that its response holds everything that training needs.
 
@@ -253,16 +243,6 @@ class Backend(Upstream):
     async def fetch(self, path: str, kind: type[_T]) -> _T:
         """Return the engine's response to a GET request."""
         return self._decode(path, await self._request("GET", path, None, CONTROL_SECONDS), kind)
-
-    async def ask_sender(self, url: str, token: str, path: str, body: dict[str, Any], kind: type[_T]) -> _T:
-        """Ask the trainer that has weights for this engine; return its response.
-
-        Raises:
-            EngineError: it does not answer, or refuses.
-        """
-        remedy = "Set trainer.weight_sync.transfer_host to an address that gateway and engines reach, or trainer.weight_sync.method = disk."
-        async with AsyncClient(RemoteService("the trainer", url, token, EngineError, remedy), seconds=self.seconds) as client:
-            return await client.ask("POST", path, kind, body)
 
     def _decode(self, path: str, body: bytes, kind: type[_T]) -> _T:
         try:

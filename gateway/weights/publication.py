@@ -19,7 +19,7 @@ import msgspec
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
 from gateway.weights.sync_methods import Adapter, SyncMethod, refusal_of, sync_method_of, with_base_of
-from gateway.weights.transfer import SenderAddress, sender_sums
+from gateway.weights.transfer import SenderAddress, SenderSums
 from spangrad.errors import CheckpointError, EngineError, GatewayError
 from spangrad.weights.checksums import checksum_directory, sums_of_directory
 from spangrad.weights.shards import ChecksumScope, EngineSums, TensorSums, checksum_of, difference
@@ -104,7 +104,8 @@ class Expected:
         if backend.scope is ChecksumScope.OFF:
             return {}
         try:
-            sent = await sender_sums(backend, sender, dtypes[0], dict(dtypes[1]), backend.scope)
+            question = {"dtype": dtypes[0], "others": dict(dtypes[1]), "scope": backend.scope}
+            sent = await sender.ask("/checksum", question, SenderSums, backend.seconds)
         except EngineError as error:
             raise PublicationError(502, str(error)) from error
         if sent.whole and sent.whole != release.checksum:

@@ -14,6 +14,7 @@ import msgspec
 
 from gateway.pool.backend import Backend
 from gateway.pool.upstream import BackendStatus
+from gateway.vllm_plugin.middleware import ADAPTER_PATH
 from gateway.weights.transfer import SenderAddress, TransferAnswer
 from spangrad.errors import EngineError
 from spangrad.weights.adapters import PREFIX, adapter_facts
@@ -60,7 +61,8 @@ class Reload(SyncMethod):
 
     async def load(self, backend: Backend) -> None:
         """Replace all weights."""
-        await backend.reload(self.path)
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": self.path}}
+        await backend.order("/collective_rpc", reload, backend.seconds)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Adapter(SyncMethod):
 
     async def load(self, backend: Backend) -> None:
         """Replace the adapter; vLLM drops the old one once it has the new one."""
-        await backend.load_adapter(self.path)
+        adapter = {"lora_name": backend.policy, "lora_path": self.path, "load_inplace": True}
+        await backend.order(ADAPTER_PATH, adapter, backend.seconds)
 
 
 class _WorldSize(msgspec.Struct):
@@ -110,7 +113,7 @@ class Transfer(SyncMethod):
         workers = (await backend.fetch("/get_world_size", _WorldSize)).world_size
         connection = {"engine": backend.name, "over": backend.info.transfer, "workers": workers, "group": backend.group}
         transfer = {**connection, "dtype": self._dtype, "whole": self._whole}
-        answer = await backend.ask_sender(self._sender.url, self._sender.token, "/transfers", transfer, TransferAnswer)
+        answer = await self._sender.ask("/transfers", transfer, TransferAnswer, backend.seconds)
         if answer.init is not None:
             backend.group = ""
             await backend.order("/shutdown_weight_transfer_engine", seconds=backend.seconds)

@@ -13,13 +13,16 @@ has which words, and each worker fetches those that it holds (`gateway/vllm_plug
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.pool.backend import Backend
-from spangrad.weights.shards import ChecksumScope, TensorSums
+from spangrad.errors import EngineError
+from spangrad.http.async_http import AsyncClient
+from spangrad.http.service import RemoteService
+from spangrad.weights.shards import TensorSums
+
+_T = TypeVar("_T")
 
 
 class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,6 +30,16 @@ class SenderAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     token: str
+
+    async def ask(self, path: str, body: dict[str, Any], kind: type[_T], seconds: float) -> _T:
+        """Ask the trainer, which has so many seconds; return its response.
+
+        Raises:
+            EngineError: it does not answer, or refuses.
+        """
+        remedy = "Set trainer.weight_sync.transfer_host to an address that gateway and engines reach, or trainer.weight_sync.method = disk."
+        async with AsyncClient(RemoteService("the trainer", self.url, self.token, EngineError, remedy), seconds=seconds) as client:
+            return await client.ask("POST", path, kind, body)
 
 
 class SenderSums(msgspec.Struct, frozen=True):
@@ -44,20 +57,3 @@ class TransferAnswer(msgspec.Struct, frozen=True):
     group: str
     init: dict[str, Any] | None
     update: dict[str, Any]
-
-
-async def sender_sums(backend: Backend, sender: SenderAddress, dtype: str, others: Mapping[str, str], scope: ChecksumScope) -> SenderSums:
-    """Ask the sender for the sums that an engine must show once it has the sender's weights.
-
-    Args:
-        backend: the engine.
-        sender: the trainer.
-        dtype: dtype in which the weights are sent.
-        others: dtypes of the tensors that the engine holds in another one, by name.
-        scope: all words, or a sample.
-
-    Raises:
-        EngineError: the sender does not answer.
-    """
-    question = {"dtype": dtype, "others": dict(others), "scope": scope}
-    return await backend.ask_sender(sender.url, sender.token, "/checksum", question, SenderSums)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from gateway.pool.backend import Backend
+from gateway.weights.sync_methods import Reload
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, staged
@@ -213,7 +213,7 @@ async def test_publish_with_internal_error_takes_engine_out(weights: Path, monke
     async with staged() as stage:
         await stage.readiness("serving")
         stage.engine.orders.clear()
-        monkeypatch.setattr(Backend, "reload", fails)
+        monkeypatch.setattr(Reload, "load", fails)
         status, answer = await publish(stage, weights)
         assert (status, stage.engine.orders) == (502, ["/pause", "/reset_prefix_cache", "/pause"])
         assert "publication of version 1 failed at reload: RuntimeError('we have not thought of this')" in answer["error"]["message"]
