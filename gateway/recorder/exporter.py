@@ -14,13 +14,12 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import aiohttp
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from gateway.recorder.spill import Spill
+from gateway.recorder.spill import Spill, SpilledSpan
 from spangrad import __version__, semconv
 from spangrad.encoding import otlp
 from spangrad.http.service import bearer
@@ -38,23 +37,6 @@ QUICK_READ_BYTES = 2**18
 """Most bytes that are read back in the event loop; more are read in a thread, during which further spans may come."""
 SPLIT_STATUSES = frozenset({400, 413})
 """HTTP statuses by which the store refuses a body for good: its spans are then sent one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    span: bytes
-    end: int
-    """End offset of the span in the spill."""
-    due: float = 0
-    """Time (monotonic) before which it is not sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unwritten:
-    """A span that could not be written to disk, and the future of the call that waits for it."""
-
-    span: bytes
-    written: asyncio.Future[None]
 
 
 class SpanExporter:
@@ -89,11 +71,12 @@ class SpanExporter:
         self._delay = settings.gateway.export_delay_seconds
         self._resource = otlp.resource({"service.name": "spangrad-gateway", "service.instance.id": instance_id})
         self._scope = otlp.scope(semconv.GATEWAY_SCOPE, __version__)
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[SpilledSpan] = deque()
         self._queue_bytes = 0
         self._read = self._spill.begin
         """Offset in the spill up to which spans are, or were, in the queue."""
-        self._unwritten: deque[_Unwritten] = deque()
+        self._unwritten: deque[tuple[bytes, asyncio.Future[None]]] = deque()
+        """Spans that could not be written to disk, and the futures of the calls that wait for them."""
         self._writer: asyncio.Task[None] | None = None
         self._filled = asyncio.Event()
         self._filled.set()
@@ -130,11 +113,11 @@ class SpanExporter:
         """
         if not self._unwritten and self._append(span):
             return
-        unwritten = _Unwritten(span, asyncio.get_running_loop().create_future())
-        self._unwritten.append(unwritten)
+        written = asyncio.get_running_loop().create_future()
+        self._unwritten.append((span, written))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_later(), name="span writer")
-        await unwritten.written
+        await written
 
     async def stop(self, seconds: float) -> int:
         """Send all remaining spans, due or not, for at most `seconds`; those not acknowledged stay on disk for the next gateway.
@@ -167,7 +150,7 @@ class SpanExporter:
             self._room.clear()
             return False
         if self._read == begin and self._queue_bytes < self._memory_limit:
-            self._queue.append(_Queued(span, end, time.monotonic() + self._delay if self._delay else 0))
+            self._queue.append(SpilledSpan(span, end, time.monotonic() + self._delay if self._delay else 0))
             self._queue_bytes += len(span)
             self._read = end
         self._filled.set()
@@ -186,8 +169,8 @@ class SpanExporter:
         self._update_backpressure()
 
     def _write_again(self) -> None:
-        while self._unwritten and self._append(self._unwritten[0].span):
-            written = self._unwritten.popleft().written
+        while self._unwritten and self._append(self._unwritten[0][0]):
+            _, written = self._unwritten.popleft()
             if not written.done():
                 written.set_result(None)
 
@@ -227,7 +210,7 @@ class SpanExporter:
             return
         if piece.damaged:
             log.error("%d bytes of %s are no whole spans, and left out", piece.damaged, extent.path)
-        self._queue.extend(_Queued(stored.span, stored.end) for stored in piece.spans)
+        self._queue.extend(piece.spans)
         self._queue_bytes = sum(len(stored.span) for stored in piece.spans)
         self._read = piece.end
         if not piece.spans:
@@ -243,10 +226,10 @@ class SpanExporter:
         except TimeoutError:
             pass  # the time is over
 
-    def _batch(self) -> list[_Queued]:
+    def _batch(self) -> list[SpilledSpan]:
         """Return the spans at the head of the queue that are due and fit into one request."""
         now = time.monotonic()
-        batch: list[_Queued] = []
+        batch: list[SpilledSpan] = []
         size = 0
         for queued in self._queue:
             size += len(queued.span)
@@ -255,7 +238,7 @@ class SpanExporter:
             batch.append(queued)
         return batch
 
-    async def _deliver(self, batch: list[_Queued]) -> None:
+    async def _deliver(self, batch: list[SpilledSpan]) -> None:
         """Send the head of the queue until it is acknowledged, then drop it from the queue and the disk."""
         pause = FIRST_PAUSE_SECONDS
         spans = [queued.span for queued in batch]

@@ -35,11 +35,13 @@ _CHECKSUM_OF_NOTHING = 0x5350414E
 
 @dataclass(frozen=True, slots=True)
 class SpilledSpan:
-    """A span that was read back."""
+    """A span on its way to the store."""
 
     span: bytes
     end: int
     """Offset behind it."""
+    due: float = 0
+    """Time (monotonic) before which it is not sent."""
 
 
 @dataclass(frozen=True, slots=True)
