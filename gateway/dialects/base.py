@@ -62,18 +62,21 @@ class ClientRequest:
         """Return whether the client gets logprobs that the engine sends: it asked for them, or the gateway did not."""
         return requests_logprobs(self.engine_path, self.fields) or is_passed_unchanged(self.engine_path, self.fields)
 
+    def changed(self, changes: Mapping[str, Any]) -> ClientRequest:
+        """Return the request with these fields in place of its own."""
+        fields = {**self.fields, **changes}
+        return replace(self, raw=msgspec.json.encode(fields), fields=fields)
+
     def greedy(self) -> ClientRequest:
         """Return the same request at temperature 0, whatever it asked for."""
-        fields = {**self.fields, "temperature": 0}
-        return replace(self, raw=msgspec.json.encode(fields), fields=fields)
+        return self.changed({"temperature": 0})
 
     def sampled(self, parameters: SamplingParameters) -> ClientRequest:
         """Return the request with these sampling parameters in place of its own; itself if there are none."""
         if parameters == OWN_SAMPLING:
             return self
         values = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(parameters, name)) is not None}
-        fields = {**self.fields, **values}
-        request = replace(self, raw=msgspec.json.encode(fields), fields=fields) if values else self
+        request = self.changed(values) if values else self
         return request if parameters.max_tokens is None else request.shortened(parameters.max_tokens)
 
     def limited(self, tokens: int) -> ClientRequest:
@@ -87,10 +90,7 @@ class ClientRequest:
         requested = self.fields.get(name)
         requested = self.dialect.default_length if requested is None else requested
         number = read_number(requested, int)
-        if number is not None and number <= most:
-            return self
-        fields = {**self.fields, name: most}
-        return replace(self, raw=msgspec.json.encode(fields), fields=fields)
+        return self if number is not None and number <= most else self.changed({name: most})
 
     def for_engine(self, more: Mapping[str, Any] | None = None) -> bytes:
         """Return the request that the engine gets, with further fields."""

@@ -12,13 +12,12 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from gateway.dialects import DIALECTS, Dialect
@@ -318,8 +317,7 @@ def _is_end(events: bytes) -> bool:
 def _request_body(request: ClientRequest, lease: BackendLease, more: Mapping[str, Any]) -> bytes:
     """Return the body of a request to a backend: with its own name of the model, and for an engine with further fields, also for ids."""
     if lease.model is not None and lease.model != request.model:
-        fields = {**request.fields, "model": lease.model}
-        request = replace(request, fields=fields, raw=msgspec.json.encode(fields))
+        request = request.changed({"model": lease.model})
     return request.for_engine(more) if lease.backend.is_engine else request.raw
 
 

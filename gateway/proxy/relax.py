@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gateway.dialects.base import ClientRequest
@@ -56,7 +55,7 @@ def relax(request: ClientRequest, names: Iterable[Relaxation]) -> tuple[ClientRe
     if not applied:
         return request, ()
     client_raw = request.raw if request.client_raw is None else request.client_raw
-    return replace(request, fields=fields, raw=msgspec.json.encode(fields), client_raw=client_raw), tuple(applied)
+    return replace(request.changed(fields), client_raw=client_raw), tuple(applied)
 
 
 def _strict_tools(fields: _Fields) -> dict[str, Any]:
