@@ -1,7 +1,7 @@
 """HTTP routes of the pool for trainers and operators: backends, publications of weights, and the state of both.
 
-In: HTTP requests. Out: JSON. Invariant: an order is carried out to its end even if the client that gave it disconnects; no response holds a
-backend's key.
+In: HTTP requests. Out: JSON. Invariant: an order is carried out to its end even if the client that gave it disconnects, which must not
+leave an engine half-way (`asyncio.shield`); no response holds a backend's key.
 """
 
 from __future__ import annotations
@@ -57,12 +57,6 @@ class ClearRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """None: the policy of `gateway.policy`."""
     now: bool = False
     """True if calls in flight are not waited for."""
-
-
-class ClearedBackends(msgspec.Struct, frozen=True):
-    """Backends that were removed."""
-
-    removed: list[str]
 
 
 class SleepRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -179,8 +173,8 @@ class PoolAdmin:
         order = await _read(request, ClearRequest, "an order to clear is JSON with policy and now, or empty")
         policy = self._policy_named(order.policy or self._pool.default)
         backends = list(policy.backends)
-        await _to_completion(asyncio.gather(*(self._pool.remove(backend, now=order.now) for backend in backends)))
-        return json_response(ClearedBackends([backend.name for backend in backends]))
+        await asyncio.shield(asyncio.gather(*(self._pool.remove(backend, now=order.now) for backend in backends)))
+        return json_response({"removed": [backend.name for backend in backends]})
 
     def _registered(self, fields: BackendRequest) -> web.Response:
         """Register a backend, and answer with its state."""
@@ -200,20 +194,20 @@ class PoolAdmin:
         now = request.query.get("now", "false")
         if now not in {"true", "false"}:
             raise PublicationError(400, f"now = {now!r} is neither true nor false.")
-        await _to_completion(self._pool.remove(backend, now=now == "true"))
+        await asyncio.shield(self._pool.remove(backend, now=now == "true"))
         return json_response({"name": backend.name, "status": "removed"})
 
     async def sleep(self, request: web.Request) -> web.Response:
         """Have an engine free its GPU memory for the trainer."""
         backend = self._engine(request)
         order = await _read(request, SleepRequest, "an order to sleep is JSON with level 1 or 2, or empty")
-        await _to_completion(send_to_sleep(backend, order.level))
+        await asyncio.shield(send_to_sleep(backend, order.level))
         return json_response(_backend_state(backend))
 
     async def wake(self, request: web.Request) -> web.Response:
         """Have an engine take its memory back."""
         backend = self._engine(request)
-        await _to_completion(wake_up(backend, self._pool.policies[backend.policy]))
+        await asyncio.shield(wake_up(backend, self._pool.policies[backend.policy]))
         return json_response(_backend_state(backend))
 
     async def sleep_all(self, request: web.Request) -> web.Response:
@@ -223,13 +217,13 @@ class PoolAdmin:
         if order.renew:
             keep_policy_asleep(policy, order.seconds)
         else:
-            await _to_completion(send_policy_to_sleep(policy, order.level, order.seconds))
+            await asyncio.shield(send_policy_to_sleep(policy, order.level, order.seconds))
         return json_response(policy_state(policy))
 
     async def wake_all(self, request: web.Request) -> web.Response:
         """Have all engines of a policy take their memory back."""
         policy = self._policy(request)
-        await _to_completion(wake_policy_up(policy))
+        await asyncio.shield(wake_policy_up(policy))
         return json_response(policy_state(policy))
 
     async def policies(self, request: web.Request) -> web.Response:
@@ -242,36 +236,33 @@ class PoolAdmin:
 
     async def publish(self, request: web.Request) -> web.Response:
         """Serve a new version."""
-        publication = await _read(
-            request,
-            PublicationRequest,
-            "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again",
-        )
-        policy = self._policy(request)
-        return json_response(await _to_completion(self._counted(policy, publish(policy, publication))))
+        form = "a publication is JSON with version, path and checksum, and maybe order, in_flight, drain_seconds, canary and again"
+        return await self._counted(request, publish, await _read(request, PublicationRequest, form))
 
     async def promote(self, request: web.Request) -> web.Response:
         """Serve the canary's version everywhere."""
-        order = await _read(request, OrderRequest, "a promotion is JSON with order, in_flight and drain_seconds, or empty")
-        policy = self._policy(request)
-        return json_response(await _to_completion(self._counted(policy, promote(policy, order))))
+        form = "a promotion is JSON with order, in_flight and drain_seconds, or empty"
+        return await self._counted(request, promote, await _read(request, OrderRequest, form))
 
     async def roll_back(self, request: web.Request) -> web.Response:
         """Serve the version before."""
-        order = await _read(request, OrderRequest, "a rollback is JSON with order, in_flight and drain_seconds, or empty")
-        policy = self._policy(request)
-        return json_response(await _to_completion(self._counted(policy, roll_back(policy, order))))
+        form = "a rollback is JSON with order, in_flight and drain_seconds, or empty"
+        return await self._counted(request, roll_back, await _read(request, OrderRequest, form))
 
-    async def _counted(self, policy: Policy, publication: Awaitable[Publication]) -> Publication:
-        """Carry out a publication, and count it."""
-        began = time.monotonic()
-        outcome = "failed"
-        try:
-            changed = await publication
-            outcome = "ok"
-            return changed
-        finally:
-            self._metrics.published(policy.name, outcome, time.monotonic() - began)
+    async def _counted(self, request: web.Request, change: Callable[[Policy, _T], Awaitable[Publication]], order: _T) -> web.Response:
+        """Have a policy serve another version, and count that as a publication."""
+        policy = self._policy(request)
+
+        async def publication() -> Publication:
+            began, outcome = time.monotonic(), "failed"
+            try:
+                published = await change(policy, order)
+                outcome = "ok"
+                return published
+            finally:
+                self._metrics.published(policy.name, outcome, time.monotonic() - began)
+
+        return json_response(await asyncio.shield(publication()))
 
     def _policy(self, request: web.Request) -> Policy:
         return self._policy_named(request.match_info["policy"])
@@ -357,8 +348,3 @@ async def _read(request: web.Request, kind: type[_T], form: str) -> _T:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
     except JSON_ERRORS as error:
         raise PublicationError(400, f"{form}: {error}") from None
-
-
-async def _to_completion(order: Awaitable[_T]) -> _T:
-    """Carry out an order even if the client disconnects, which must not leave an engine half-way."""
-    return await asyncio.shield(order)

@@ -25,7 +25,6 @@ from gateway.followers.controller import Followers, FollowerState
 from gateway.pool.admin_pool import (
     BackendRequest,
     BackendState,
-    ClearedBackends,
     ClearRequest,
     OrderRequest,
     PolicySleepRequest,
@@ -73,6 +72,10 @@ class _Removed(msgspec.Struct):
     status: str
 
 
+class _Cleared(msgspec.Struct):
+    removed: list[str]
+
+
 class _Status(msgspec.Struct):
     status: str
 
@@ -82,7 +85,7 @@ BODIES = (
     ClosingRequest, ServerRequest, ClearRequest,
 )  # fmt: skip
 ANSWERS = (
-    _Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts, ClearedBackends,
+    _Failure, _Followers, _Backends, BackendState, _Removed, _Policies, PolicyState, Publication, _Status, CountedAttempts, _Cleared,
 )  # fmt: skip
 BACKEND = {"backend": {"type": "string", "minLength": 1}}
 POLICY = {"policy": {"type": "string", "enum": ["policy", "other"]}}
@@ -93,7 +96,7 @@ OPERATIONS: list[tuple[str, str, dict[str, Any], type | None, type, list[int]]] 
     ("post", "/admin/backends/{backend}/sleep", BACKEND, SleepRequest, BackendState, [200, 400, 404, 409, 502]),
     ("post", "/admin/backends/{backend}/wake_up", BACKEND, None, BackendState, [200, 404, 409, 502]),
     ("post", "/add_llm_server", {}, ServerRequest, BackendState, [201, 400, 409]),
-    ("post", "/clear_llm_server", {}, ClearRequest, ClearedBackends, [200, 400, 404]),
+    ("post", "/clear_llm_server", {}, ClearRequest, _Cleared, [200, 400, 404]),
     ("get", "/admin/policies", {}, None, _Policies, [200]),
     ("get", "/admin/policies/{policy}", POLICY, None, PolicyState, [200, 404]),
     ("post", "/admin/policies/{policy}/versions", POLICY, PublicationRequest, Publication, [200, 400, 404, 409, 502]),
