@@ -26,7 +26,7 @@ from spangrad.client.queue_http import OPEN_STATES, QueueHttp
 from spangrad.client.result import ProgressLine, RolloutSummary, RolloutTally, TrainResult, Validation
 from spangrad.client.task_files import read_tasks, tasks_of
 from spangrad.client.task_groups import group_of, pinned_prompt, queued, sampling_of
-from spangrad.client.task_store import StoredTasks, TaskStore
+from spangrad.client.task_store import TaskStore, digest_of
 from spangrad.client.workers import Work, WorkerProcesses
 from spangrad.errors import AgentError, SettingsError
 from spangrad.greedy_baseline import wants_greedy
@@ -80,7 +80,7 @@ class Client:
         self.run_id = self.settings.runner.run_id
         self._queue = QueueHttp(url, self.settings.queue.token, self.run_id)
         self._store = TaskStore(self._queue)
-        self._data: dict[str, tuple[StoredTasks, list[Task]]] = {}
+        self._data: dict[str, tuple[str, list[Task]]] = {}
 
     def upload_data(self, data: Data, *, test_file: Data | None = None) -> Self:
         """Store data in the queue for the run; uploading the same data again changes nothing.
@@ -140,12 +140,12 @@ class Client:
         work = self._work(agent, evaluator, environment)
         if validate_every is not None:
             self._required_data(TEST)
-        stored, tasks = self._required_data(TRAIN)
+        digest, tasks = self._required_data(TRAIN)
         if TEST in self._data:
             sampling_of(self.settings.runner, Mode.VALIDATE)  # raises now what would else end the script after the training
         pinned_prompt(self.settings)  # raises before workers start
         follow = bool(self._queue.demand()["branches"]) if follow_demand is None else follow_demand
-        rollouts = [] if follow else self._epochs(stored, tasks, epochs)
+        rollouts = [] if follow else self._epochs(digest, tasks, epochs)
         counted = [rollout for rollout in rollouts if rollout.mode is Mode.TRAIN]
         validations: list[Validation] = []
         work = replace(work, follow=TRAIN if follow else None)
@@ -169,20 +169,7 @@ class Client:
     def validate(
         self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reference | None = None, environment: Reference | None = None
     ) -> RolloutSummary:
-        """Run the test data once, in mode `validate`: measured, never trained.
-
-        Args:
-            agent: as `train`.
-            n_workers: as `train`.
-            evaluator: as `train`.
-            environment: as `train`.
-
-        Raises:
-            AgentError: as `train`.
-            QueueError: as `train`.
-            SettingsError: as `train`.
-            PromptError: as `train`.
-        """
+        """Run the test data once, in mode `validate`: measured, never trained. It takes arguments and raises errors as `train` does."""
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
         sampling_of(self.settings.runner, Mode.VALIDATE)  # as the next line, raises before workers start
@@ -195,8 +182,8 @@ class Client:
     def _validation(self, run: _TrainRun, tally: RolloutTally) -> Validation:
         """Enqueue the test data before everything else, and wait for it."""
         after = run.train.groups
-        stored, tasks = self._data[TEST]
-        rollouts = self._rollouts(stored, tasks, uuid.uuid4().hex, Mode.VALIDATE)
+        digest, tasks = self._data[TEST]
+        rollouts = self._rollouts(digest, tasks, uuid.uuid4().hex, Mode.VALIDATE)
         waited = {rollout.key.rollout_id for rollout in rollouts}
         run.waits.update(dict.fromkeys(waited, tally))
         self._enqueue(rollouts)
@@ -234,32 +221,32 @@ class Client:
         demand, states = self._queue.demand(), self._queue.states()
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in OPEN_STATES)
 
-    def _epochs(self, stored: StoredTasks, tasks: Sequence[Task], epochs: int) -> list[Rollout]:
+    def _epochs(self, digest: str, tasks: Sequence[Task], epochs: int) -> list[Rollout]:
         """Return the rollouts of the next epochs, beginning with the first one that was begun and has not ended.
 
         Those of a script that is started again end with the last epoch that it enqueued before.
         """
         enqueued = 0
-        while self._is_known(stored, tasks[-1:], enqueued, len(tasks) - 1):
+        while self._is_known(digest, tasks[-1:], enqueued, len(tasks) - 1):
             enqueued += 1
         # A script that was killed left them; what is open beside them, such as test data, is of no epoch.
         open_ids = self._queue.open_ids() if enqueued else set[str]()
-        unfinished = (epoch for epoch in range(enqueued) if open_ids and self._has_open(open_ids, stored, tasks, epoch))
+        unfinished = (epoch for epoch in range(enqueued) if open_ids and self._has_open(open_ids, digest, tasks, epoch))
         first = next(unfinished, enqueued)
         end = first + epochs
         # A call enqueues all its epochs at its beginning. Where one was killed in the midst of that, the last epoch is still to come.
-        if first < enqueued < end and epochs <= enqueued and not self._is_known(stored, tasks[:1], enqueued, 0):
+        if first < enqueued < end and epochs <= enqueued and not self._is_known(digest, tasks[:1], enqueued, 0):
             end = enqueued
-        return [rollout for epoch in range(first, end) for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN)]
+        return [rollout for epoch in range(first, end) for rollout in self._rollouts(digest, tasks, epoch, Mode.TRAIN)]
 
-    def _is_known(self, stored: StoredTasks, tasks: Sequence[Task], epoch: int, index: int) -> bool:
+    def _is_known(self, digest: str, tasks: Sequence[Task], epoch: int, index: int) -> bool:
         """Return whether the queue knows the last rollout of a task in an epoch."""
-        return bool(self._queue.rollout(self._rollouts(stored, tasks, epoch, Mode.TRAIN, index)[-1].key.rollout_id))
+        return bool(self._queue.rollout(self._rollouts(digest, tasks, epoch, Mode.TRAIN, index)[-1].key.rollout_id))
 
-    def _has_open(self, open_ids: set[str], stored: StoredTasks, tasks: Sequence[Task], epoch: int) -> bool:
-        return any(rollout.key.rollout_id in open_ids for rollout in self._rollouts(stored, tasks, epoch, Mode.TRAIN))
+    def _has_open(self, open_ids: set[str], digest: str, tasks: Sequence[Task], epoch: int) -> bool:
+        return any(rollout.key.rollout_id in open_ids for rollout in self._rollouts(digest, tasks, epoch, Mode.TRAIN))
 
-    def _rollouts(self, stored: StoredTasks, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[Rollout]:
+    def _rollouts(self, digest: str, tasks: Sequence[Task], which: object, mode: Mode, first: int = 0) -> list[Rollout]:
         """Return rollouts of tasks: a group for each task, with a greedy rollout first where it is set.
 
         Their ids follow from run, data, `which`, the task's index (`first` is that of the first one) and the rollout's number.
@@ -268,7 +255,7 @@ class Client:
         greedy = wants_greedy(self.settings, mode)
         rollouts: list[Rollout] = []
         for index, task in enumerate(tasks, first):
-            group = _name(self.run_id, stored.digest, mode, which, index)
+            group = _name(self.run_id, digest, mode, which, index)
             ids = map(partial(_name, group), itertools.count())
             rollouts += group_of(task, self.run_id, mode, size, group_id=group, ids=ids, greedy=greedy)
         return rollouts
@@ -279,11 +266,11 @@ class Client:
         new = [queued(rollout, self.settings, prompt, priority=int(rollout.mode is Mode.VALIDATE)) for rollout in rollouts]
         return self._queue.enqueue(new)
 
-    def _required_data(self, name: str) -> tuple[StoredTasks, list[Task]]:
-        """Return the data of a name, from the queue where another process has uploaded it."""
+    def _required_data(self, name: str) -> tuple[str, list[Task]]:
+        """Return digest and tasks of the data of a name, from the queue where another process has uploaded it."""
         if name not in self._data:
             tasks = self._store.read(name)
-            self._data[name] = self._store.upload(name, tasks), tasks
+            self._data[name] = digest_of(tasks), tasks
         return self._data[name]
 
     def _work(self, agent: Callable[..., Any], evaluator: Reference | None, environment: Reference | None) -> Work:

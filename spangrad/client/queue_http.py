@@ -13,18 +13,22 @@ import msgspec
 
 from spangrad.errors import QueueError
 from spangrad.http.json_http import ask
+from spangrad.http.queue_messages import DemandState
 from spangrad.http.service import queue_service, without_userinfo
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
 
-    from spangrad.http.queue_messages import NewRollout
+    from spangrad.http.queue_messages import DemandRequest, NewRollout
+    from spangrad.settings import QueueSettings
 
 RETRY_SECONDS = 60.0
 """Time for which requests are retried while the queue is unreachable, in seconds: long enough for a restart."""
 OPEN_STATES = ("queued", "running")
 """States of rollouts that have not ended, in the order in which a rollout has them."""
 _ANSWER_SECONDS = 120.0
+_DEMAND_SECONDS = 2.0
+"""Longest wait of a trainer for the answer to its demand, in seconds."""
 _AT_ONCE = 2000
 """Largest number of rollouts in one request."""
 _PAGE = 1000
@@ -33,7 +37,15 @@ _PAGE = 1000
 class QueueHttp:
     """Client of one run of one queue."""
 
-    def __init__(self, url: str, token: SecretStr | None, run_id: str, *, retry_seconds: float = RETRY_SECONDS) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: SecretStr | None,
+        run_id: str,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+        answer_seconds: float = _ANSWER_SECONDS,
+    ) -> None:
         """Store the arguments; no request is sent yet.
 
         Args:
@@ -41,10 +53,12 @@ class QueueHttp:
             token: token that the queue requires. None: it requires none.
             run_id: run of all requests.
             retry_seconds: time for which requests are retried while the queue does not answer, in seconds.
+            answer_seconds: time limit of one try, in seconds.
         """
         self.url = without_userinfo(url.rstrip("/"))
         self.run_id = run_id
         self._service = queue_service(url, token, retry_seconds)
+        self._answer_seconds = answer_seconds
 
     def ask(self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, missing: Any = None) -> Any:
         """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).
@@ -60,7 +74,7 @@ class QueueHttp:
         """
         whole = path if path.startswith("/v1/") else f"/v1/runs/{quote(self.run_id, safe='')}{path}"
         try:
-            return ask(self._service, method, whole, body, seconds=_ANSWER_SECONDS)
+            return ask(self._service, method, whole, body, seconds=self._answer_seconds)
         except QueueError as error:
             if error.http_status == 404 and missing is not None:
                 return missing
@@ -106,3 +120,22 @@ class QueueHttp:
     def demand(self) -> dict[str, Any]:
         """Return the trainers' demand for groups of the run."""
         return self.ask("GET", "/demand")
+
+
+def state_demand(queue: QueueSettings, run_id: str, demand: DemandRequest) -> DemandState:
+    """Send a trainer's demand to the queue at queue.url, and return its state.
+
+    A demand is a level, not an event: stated twice, late or after a crash, it requests nothing twice, and the queue keeps the largest.
+
+    Raises:
+        QueueError: the queue refuses, or does not answer.
+    """
+    if queue.url is None:
+        raise QueueError("queue.url is not set: there is no queue to ask.")
+    client = QueueHttp(queue.url, queue.token, run_id, retry_seconds=0, answer_seconds=_DEMAND_SECONDS)
+    response = client.ask("PUT", "/demand", msgspec.json.encode(demand))
+    try:
+        return msgspec.convert(response, DemandState)
+    except msgspec.ValidationError as error:
+        what = f"PUT /v1/runs/{run_id}/demand with something else than a demand"
+        raise QueueError(f"{client.url} answers {what} ({error}). Is it the queue's?") from error

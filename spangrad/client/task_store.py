@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Self
 from urllib.parse import quote
 
@@ -27,16 +27,6 @@ STORED = "queue:"
 _CHARACTERS = 4 * 2**20
 """Size limit of the JSON in one request, in characters."""
 _PAGE = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTasks:
-    """Tasks that the queue stores."""
-
-    name: str
-    digest: str
-    """Digest of their content: SHA-256, in hex."""
-    tasks: int
 
 
 class TaskStore:
@@ -57,8 +47,8 @@ class TaskStore:
             raise QueueError(f"{STORED}NAME is asked of the queue: set queue.url.")
         return cls(QueueHttp(queue.url, queue.token, settings.runner.run_id))
 
-    def upload(self, name: str, tasks: Sequence[Task]) -> StoredTasks:
-        """Store tasks under a name, in place of its former ones.
+    def upload(self, name: str, tasks: Sequence[Task]) -> str:
+        """Store tasks under a name, in place of its former ones; return their digest.
 
         Raises:
             QueueError: the queue refuses, or stays unreachable.
@@ -71,7 +61,7 @@ class TaskStore:
                 rows = [_row(task) for task in part]
                 self._queue.ask("POST", "/v1/tasks", {"digest": digest, "first": first, "tasks": rows})
             self._queue.ask("PUT", path, {"digest": digest, "tasks": len(tasks)})
-        return StoredTasks(name, digest, len(tasks))
+        return digest
 
     def read(self, name: str) -> list[Task]:
         """Return the tasks of that name.

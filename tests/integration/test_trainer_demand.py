@@ -18,7 +18,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from spangrad.client.demand import state
+from spangrad.client.queue_http import state_demand
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings import QueueSettings, Settings
@@ -197,7 +197,7 @@ def test_demand_meets_steps_to_come_and_queue_keeps_largest(events: list[str], m
 def test_demand_state_over_http_is_checked(queue: Queue):
     there = QueueSettings(url=f"{queue.url}/", token=SecretStr("secret"))
     request = DemandRequest(policy="policy", branch="main", groups=12, oldest_version=3, filled=4)
-    assert state(there, "a run/1", request) == DemandState(groups=12, enqueued=0, cancelled=0, branches=[])
+    assert state_demand(there, "a run/1", request) == DemandState(groups=12, enqueued=0, cancelled=0, branches=[])
     body = {"policy": "policy", "branch": "main", "groups": 12, "oldest_version": 3, "filled": 4}
     path = "/v1/runs/a%20run%2F1/demand"
     assert queue.asked == [(path, body, "Bearer secret")]
@@ -210,9 +210,9 @@ def test_demand_state_over_http_is_checked(queue: Queue):
     ):
         queue.answer = answer
         with pytest.raises(QueueError, match=message):
-            state(there, "run", request)
+            state_demand(there, "run", request)
     with pytest.raises(QueueError, match=r"queue\.url is not set"):
-        state(QueueSettings(), "run", request)
+        state_demand(QueueSettings(), "run", request)
 
 
 class Runner(FakeSource):

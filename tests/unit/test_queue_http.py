@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spangrad.client import demand
-from spangrad.client.queue_http import QueueHttp
+from spangrad.client.queue_http import QueueHttp, state_demand
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest
 from spangrad.settings import QueueSettings
@@ -40,4 +39,4 @@ def test_queue_http_answers_that_always_break_off_raise(url: str) -> None:
     with pytest.raises(QueueError, match=message):
         QueueHttp(url, None, "run", retry_seconds=0).ended(0, 1)
     with pytest.raises(QueueError, match=message):
-        demand.state(QueueSettings(url=url), "run", demanded)
+        state_demand(QueueSettings(url=url), "run", demanded)

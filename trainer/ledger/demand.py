@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from spangrad.client.demand import state
+from spangrad.client.queue_http import state_demand
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest
 from spangrad.settings import Settings, TrainerSettings
@@ -217,7 +217,7 @@ class DemandReporter:
         if early and now == self._reported:
             return
         try:
-            there = state(self._settings.queue, trainer.run_id, now)
+            there = state_demand(self._settings.queue, trainer.run_id, now)
         except QueueError as error:
             self._outage.failed(error)
             self._quiet_until = time.monotonic() + REQUEST_SECONDS
