@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from pydantic import SecretStr
 
 from spangrad.errors import JSON_ERRORS, GatewayError
 from spangrad.processes import make_private
@@ -44,14 +43,7 @@ class RegisteredBackend(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> BackendSettings:
         """Return the backend's settings."""
-        return BackendSettings(
-            url=self.url,
-            policy=self.policy,
-            kind=self.kind,
-            key=SecretStr(self.key) if self.key is not None else None,
-            limit=self.limit,
-            model=self.model,
-        )
+        return BackendSettings(**{name: getattr(self, name) for name in RegisteredBackend.__struct_fields__})
 
 
 class BackendRegistry:

@@ -71,8 +71,7 @@ class Counts:
 
     def announced(self, attempt: AttemptKey | None) -> AnnouncedAttempt:
         """Return the announcement of an attempt, or an empty one."""
-        tally = self._tallies.get(attempt) if attempt else None
-        return tally.announced if tally else NOTHING_ANNOUNCED
+        return self._known(attempt).announced
 
     def close(self, closed: ClosedAttempt) -> None:
         """End an attempt: its calls in flight reach their time limit now, and no other is to be accepted."""
@@ -93,9 +92,9 @@ class Counts:
 
     def closed(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
         """Return how an attempt ended, or that the time of its stage is over. None: it goes on."""
-        tally = self._tallies.get(attempt) if attempt else None
-        if attempt is None or tally is None or tally.closed or tally.stage is None:
-            return tally.closed if tally else None
+        tally = self._known(attempt)
+        if attempt is None or tally.closed or tally.stage is None:
+            return tally.closed
         return tally.stage.over(attempt) if asyncio.get_running_loop().time() >= tally.stage.ends_at else None
 
     @asynccontextmanager
@@ -127,9 +126,9 @@ class Counts:
 
     def tokens_left(self, attempt: AttemptKey | None) -> int | None:
         """Return the number of tokens that an attempt's next call may generate, 1 at least. None: there is no limit."""
-        tally = self._tallies.get(attempt) if attempt else None
-        most = tally.announced.limits.max_output_tokens if tally else None
-        return max(most - tally.tokens_out, 1) if tally and most is not None else None
+        tally = self._known(attempt)
+        most = tally.announced.limits.max_output_tokens
+        return None if most is None else max(most - tally.tokens_out, 1)
 
     def begin(self, attempt: AttemptKey | None) -> ClosedAttempt | None:
         """Count a call; one of an attempt that has ended, or has no call left, is not counted, and how it ended is returned."""
@@ -168,8 +167,8 @@ class Counts:
 
     async def wait_idle(self, attempt: AttemptKey, wait_seconds: float) -> None:
         """Wait until no call of an attempt is in flight; one that hangs is counted all the same: its span will come when it ends."""
-        tally = self._tallies.get(attempt)
-        if tally is not None and tally.in_flight:
+        tally = self._known(attempt)
+        if tally.in_flight:
             tally.idle = tally.idle or asyncio.Event()
             try:
                 await asyncio.wait_for(tally.idle.wait(), wait_seconds)
@@ -182,10 +181,14 @@ class Counts:
         The runner announces an attempt before its first call. A tally without an announcement was begun by a gateway
         that was started later, or that had forgotten the attempt: earlier calls are missing from it.
         """
-        tally = self._tallies.get(attempt) or _Tally()
+        tally = self._known(attempt)
         calls = None if tally.announced is NOTHING_ANNOUNCED else tally.calls
         closed = tally.closed or (tally.stage.over(attempt) if tally.stage and tally.stage.refused else None)
         return CountedAttempt(calls, tally.overflowed, tally.in_flight, closed.reason if closed else "")
+
+    def _known(self, attempt: AttemptKey | None) -> _Tally:
+        """Return the tally of an attempt, or an empty one, which is not kept."""
+        return (self._tallies.get(attempt) if attempt else None) or _Tally()
 
     def _touch(self, attempt: AttemptKey) -> _Tally:
         tally = self._tallies.setdefault(attempt, _Tally())
