@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -100,10 +101,7 @@ def _of_lines(path: Path) -> Iterator[tuple[int, str, object]]:
 
 
 def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import polars as pl
-    except ImportError:
-        raise _missing(str(path), "polars") from None
+    pl = _library(str(path), "polars")
     try:
         frame = pl.read_parquet(path)
     except (pl.exceptions.PolarsError, OSError) as error:
@@ -112,7 +110,7 @@ def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
-    datasets = _library(source)
+    datasets = _library(source, "datasets")
     try:
         dataset = datasets.load_from_disk(str(directory))
     except Exception as error:
@@ -129,7 +127,7 @@ def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
 
 
 def _of_hub(source: str, name: str, config: str | None, split: str) -> Iterable[object]:
-    datasets = _library(source)
+    datasets = _library(source, "datasets")
     if not name:
         raise AgentError(f"{source!r} names no dataset. Give hf:OWNER/NAME or hf:OWNER/NAME:SPLIT.")
     try:
@@ -141,16 +139,12 @@ def _of_hub(source: str, name: str, config: str | None, split: str) -> Iterable[
         ) from None
 
 
-def _library(source: str) -> Any:
+def _library(source: str, package: str) -> Any:
     try:
-        import datasets
+        return import_module(package)
     except ImportError:
-        raise _missing(source, "datasets") from None
-    return datasets
-
-
-def _missing(source: str, package: str) -> AgentError:
-    return AgentError(f"{source} needs the package {package}. Install it (pip install 'spangrad-server[data]'), or give JSON lines.")
+        message = f"{source} needs the package {package}. Install it (pip install 'spangrad-server[data]'), or give JSON lines."
+        raise AgentError(message) from None
 
 
 def _first_line(error: Exception) -> str:
@@ -199,16 +193,10 @@ def _require_json(fields: Mapping[str, object], where: str) -> None:
         AgentError: one is not a JSON value.
     """
     for name, value in fields.items():
-        if not _is_json({name: value}):
+        try:
+            json.dumps({name: value}, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()  # half of a surrogate pair has no UTF-8
+        except (TypeError, ValueError, RecursionError):
             raise AgentError(
                 f"{where}: {name!r} is {value!r:.100}, which JSON has no value for. Make it text or finite numbers, with texts as keys, or "
                 "leave it out."
-            )
-
-
-def _is_json(value: object) -> bool:
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False, sort_keys=True).encode()  # half of a surrogate pair has no UTF-8
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
+            ) from None
