@@ -33,10 +33,11 @@ class Target:
     tensor: torch.Tensor
     placement: Placement
 
-    def words(self, placement: Placement) -> torch.Tensor:
-        """Return the memory of a part of the placement, row by row."""
-        sizes, strides = [each.size for each in placement.dimensions], [each.target for each in placement.dimensions]
-        return self.tensor.as_strided(sizes, strides, placement.target)
+
+def words_of(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Return the memory of a placement in a tensor, row by row."""
+    sizes, strides = [each.size for each in placement.dimensions], [each.target for each in placement.dimensions]
+    return tensor.as_strided(sizes, strides, placement.target)
 
 
 def extent(tensor: torch.Tensor) -> int:
@@ -95,7 +96,7 @@ def place(fetched: Fetched, targets: Sequence[Target], dtype: torch.dtype) -> No
     words = torch.frombuffer(fetched.data, dtype=dtype)
     begin = 0
     for piece in fetched.bucket.pieces:
-        memory = targets[piece.target].words(piece.placement)
+        memory = words_of(targets[piece.target].tensor, piece.placement)
         memory.copy_(words[begin : begin + piece.placement.count].view(memory.shape))
         begin += piece.placement.count
 

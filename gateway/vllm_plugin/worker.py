@@ -11,6 +11,7 @@ Runs inside vLLM's workers: `vllm serve --worker-extension-cls gateway.vllm_plug
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from vllm.platforms import current_platform
 
 from gateway.vllm_plugin import layout, mixing
 from gateway.vllm_plugin.layout import TensorLayout
-from gateway.vllm_plugin.placing import extent, placed_in, target_end
+from gateway.vllm_plugin.placing import placed_in, target_end, words_of
 from spangrad.weights.adapters import PREFIX, A, B
 from spangrad.weights.placements import Dimension, Placement
 from spangrad.weights.shards import MASK, ChecksumScope, Shard, TensorSums, WorkerReport, region_of, sample_step
@@ -107,7 +108,6 @@ def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> Tensor
 
 
 def _named_matrices(modules: list[str], weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A and B of an adapter's modules under PEFT's names."""
     for suffix, matrices in ((A, weights.lora_a), (B, weights.lora_b)):
         for module, matrix in zip(modules, _listed(matrices), strict=True):
             if matrix is not None:
@@ -153,11 +153,9 @@ def _check_padding(name: str, tensor: torch.Tensor, within: list[Placement]) -> 
     if not within or sum(placement.count for placement in within) >= tensor.numel():
         return
     rest = tensor.clone()
-    base = rest.as_strided((extent(tensor),), (1,), rest.storage_offset()) if rest.stride() == tensor.stride() else None
+    assert rest.stride() == tensor.stride(), "a clone has the strides of its original"
     for placement in within:
-        assert base is not None, "a clone has the strides of its original"
-        sizes, strides = [each.size for each in placement.dimensions], [each.target for each in placement.dimensions]
-        base.as_strided(sizes, strides, base.storage_offset() + placement.target - tensor.storage_offset()).zero_()
+        words_of(rest, replace(placement, target=placement.target - tensor.storage_offset())).zero_()
     if rest.view(_BITS[tensor.dtype]).any():
         raise ValueError(f"{name} has words beside the checkpoint's that are not zero")
 
@@ -171,8 +169,7 @@ def _shard(tensor: torch.Tensor, placement: Placement, scope: ChecksumScope) -> 
 def _sums(tensor: torch.Tensor, placement: Placement) -> tuple[int, int, int]:
     """Return the number of words, and their plain and weighted sums."""
     dimensions = placement.dimensions or (Dimension(1, 1, 1),)
-    shard = tensor.as_strided([each.size for each in dimensions], [each.target for each in dimensions], placement.target)
-    words = shard.view(_BITS[tensor.dtype])
+    words = words_of(tensor, replace(placement, dimensions=dimensions)).view(_BITS[tensor.dtype])
     row = max(1, placement.count // dimensions[0].size)
     rows = min(dimensions[0].size, max(1, CHUNK_WORDS.get(tensor.device.type, _CHUNK_WORDS) // row))
     numbers = [torch.arange(each.size, device=tensor.device) for each in (Dimension(rows, 1, 1), *dimensions[1:])]
