@@ -49,13 +49,7 @@ class SpanExporter:
         instance_id: str,
         complete: Callable[[Sequence[bytes]], list[bytes]] | None = None,
     ) -> None:
-        """Take over the spill with what an earlier gateway left, and begin to send.
-
-        Args:
-            settings: with the store's endpoint, and the limits of memory and disk.
-            session: to send with.
-            instance_id: of this process.
-            complete: adds to spans before they are sent, in a thread. None: they are sent unchanged.
+        """Take over the spill with what an earlier gateway left, and begin to send; `complete` adds to spans before, in a thread.
 
         Raises:
             GatewayError: another gateway owns `gateway.spill_path`, or it cannot be written.
@@ -72,7 +66,8 @@ class SpanExporter:
         self._resource = otlp.resource({"service.name": "spangrad-gateway", "service.instance.id": instance_id})
         self._scope = otlp.scope(semconv.GATEWAY_SCOPE, __version__)
         self._queue: deque[SpilledSpan] = deque()
-        self._queue_bytes = 0
+        self.memory_bytes = 0
+        """Bytes of the spans in the queue."""
         self._read = self._spill.begin
         """Offset in the spill up to which spans are, or were, in the queue."""
         self._unwritten: deque[tuple[bytes, asyncio.Future[None]]] = deque()
@@ -96,11 +91,6 @@ class SpanExporter:
     def waiting_bytes(self) -> int:
         """Return the bytes of spans that are not acknowledged yet."""
         return self._spill.waiting_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return the bytes of those spans that are in memory as well."""
-        return self._queue_bytes
 
     async def room(self) -> None:
         """Wait until the disk has room; every call does before it begins."""
@@ -149,9 +139,9 @@ class SpanExporter:
                 log.error("spans cannot be written to %s (%s): calls wait until they can", self._path, error.strerror)
             self._room.clear()
             return False
-        if self._read == begin and self._queue_bytes < self._memory_limit:
+        if self._read == begin and self.memory_bytes < self._memory_limit:
             self._queue.append(SpilledSpan(span, end, time.monotonic() + self._delay if self._delay else 0))
-            self._queue_bytes += len(span)
+            self.memory_bytes += len(span)
             self._read = end
         self._filled.set()
         if self._spill.waiting_bytes >= self._disk_limit and self._room.is_set():
@@ -197,7 +187,6 @@ class SpanExporter:
             await self._deliver(self._batch())
 
     async def _read_back(self) -> None:
-        """Fill the empty queue from the disk."""
         extent = self._spill.extent(self._read)
         try:
             if extent.end - extent.begin <= QUICK_READ_BYTES:
@@ -211,7 +200,7 @@ class SpanExporter:
         if piece.damaged:
             log.error("%d bytes of %s are no whole spans, and left out", piece.damaged, extent.path)
         self._queue.extend(piece.spans)
-        self._queue_bytes = sum(len(stored.span) for stored in piece.spans)
+        self.memory_bytes = sum(len(stored.span) for stored in piece.spans)
         self._read = piece.end
         if not piece.spans:
             self._release(piece.end)
@@ -264,7 +253,7 @@ class SpanExporter:
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
         for queued in batch:
             self._queue.popleft()
-            self._queue_bytes -= len(queued.span)
+            self.memory_bytes -= len(queued.span)
         self._release(batch[-1].end)
 
     def _release(self, end: int) -> None:

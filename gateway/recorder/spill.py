@@ -105,23 +105,15 @@ class Spill:
         self._lock = _own(directory)
         self._segments: deque[_Segment] = deque(_left_segments(directory))
         self._file: int | None = None
-        self._begin = self._segments[0].begin if self._segments else 0
-        self._end = self._segments[-1].end if self._segments else 0
-
-    @property
-    def begin(self) -> int:
-        """Return the offset of the first span that is not released."""
-        return self._begin
-
-    @property
-    def end(self) -> int:
-        """Return the offset behind the last span."""
-        return self._end
+        self.begin = self._segments[0].begin if self._segments else 0
+        """Offset of the first span that is not released."""
+        self.end = self._segments[-1].end if self._segments else 0
+        """Offset behind the last span."""
 
     @property
     def waiting_bytes(self) -> int:
         """Return the number of bytes that are not released. The disk holds up to a segment more."""
-        return self._end - self._begin
+        return self.end - self.begin
 
     def append(self, span: bytes) -> int:
         """Write a span, and return the offset behind it.
@@ -132,7 +124,7 @@ class Spill:
         size = len(span)
         frame = (_HEADER.pack(size, zlib.crc32(span, _CHECKSUM_OF_NOTHING)), span)
         try:
-            if self._file is None or self._end - self._segments[-1].begin >= SEGMENT_BYTES:
+            if self._file is None or self.end - self._segments[-1].begin >= SEGMENT_BYTES:
                 self._file = self._next_segment()
             written = os.writev(self._file, frame)
             if written != _HEADER.size + size:
@@ -140,9 +132,9 @@ class Spill:
         except OSError:
             self._cut()
             raise
-        self._end += written
-        self._segments[-1].end = self._end
-        return self._end
+        self.end += written
+        self._segments[-1].end = self.end
+        return self.end
 
     def extent(self, begin: int) -> Extent:
         """Return the rest of the segment that holds an offset, which lies before `end`."""
@@ -151,27 +143,27 @@ class Spill:
 
     def release(self, end: int) -> None:
         """Release the spans up to an offset, which the store has acknowledged; delete segments that hold nothing else."""
-        self._begin = end
+        self.begin = end
         while len(self._segments) > 1 and self._segments[0].end <= end:
             _delete(self._segments.popleft().path)
 
     def close(self) -> None:
         """Give up the directory; spans that are not released stay for the next owner."""
         self._close_file()
-        if self._begin == self._end:
+        if self.begin == self.end:
             self._drop_all()
         os.close(self._lock)
 
     def _next_segment(self) -> int:
         self._close_file()
-        if self._begin == self._end:
+        if self.begin == self.end:
             self._drop_all()
-        if self._segments and self._segments[-1].begin == self._end:
+        if self._segments and self._segments[-1].begin == self.end:
             # Nothing was ever written to it: the new one takes its name.
             self._segments.pop()
-        path = self._directory / f"{self._end:020}{SUFFIX}"
+        path = self._directory / f"{self.end:020}{SUFFIX}"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._segments.append(_Segment(path, self._end, self._end))
+        self._segments.append(_Segment(path, self.end, self.end))
         return file
 
     def _cut(self) -> None:
@@ -179,11 +171,11 @@ class Spill:
         if self._file is None:
             return
         try:
-            os.ftruncate(self._file, self._end - self._segments[-1].begin)
+            os.ftruncate(self._file, self.end - self._segments[-1].begin)
         except OSError:
             # Left for a reader to skip: the next span begins a segment.
             self._close_file()
-        if self._begin == self._end:
+        if self.begin == self.end:
             self._close_file()
             self._drop_all()
 
@@ -220,7 +212,6 @@ def frames(data: bytes) -> tuple[list[tuple[bytes, int]], int, int]:
 
 
 def _first_frame(data: bytes) -> int:
-    """Return the number of bytes of the first frame, header included."""
     return _HEADER.size + (_HEADER.unpack_from(data)[0] if len(data) >= _HEADER.size else 0)
 
 
