@@ -47,10 +47,6 @@ class BackendDownError(GatewayError):
     """A call was refused because no backend with verified weights is up."""
 
 
-async def _no_calls(backend: Upstream) -> None:
-    """Return at once: no other gateway sends calls to the backend."""
-
-
 class Upstream:
     """A backend in the pool: its address and limits, its status, and its calls in flight."""
 
@@ -85,8 +81,8 @@ class Upstream:
         self._key = settings.key.get_secret_value() if settings.key else ""
         self.changed: Callable[[], None] = lambda: None
         """Callback for changes of the status."""
-        self.wait_elsewhere: Callable[[Upstream], Awaitable[None]] = _no_calls
-        """Callback that waits until other gateways send it no calls, and none of theirs is in flight."""
+        self.wait_elsewhere: Callable[[Upstream], Awaitable[None]] | None = None
+        """Callback that waits until other gateways send it no calls, and none of theirs is in flight. None: there are no others."""
 
     def take_key(self, key: SecretStr) -> None:
         """Send another key from now on."""
@@ -182,7 +178,8 @@ class Upstream:
     async def wait_idle(self) -> None:
         """Wait until no call is in flight, of any gateway; the caller has closed the backend to new ones."""
         await self.idle.wait()
-        await self.wait_elsewhere(self)
+        if self.wait_elsewhere:
+            await self.wait_elsewhere(self)
 
     def set_status(self, status: BackendStatus, reason: str = "") -> None:
         """Change the status, unless the backend is draining: the end of an earlier publication or back-off does not revive it."""
