@@ -99,7 +99,6 @@ class RolloutService:
 
 
 def _text(error: urllib.error.HTTPError) -> str:
-    """Return the text of a refusal; empty where it breaks off."""
     try:
         return error.read().decode(errors="replace")
     except (OSError, http.client.HTTPException):

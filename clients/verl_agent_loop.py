@@ -68,7 +68,6 @@ class ServedAgentLoop(AgentLoopBase):
         return self._outputs(await self._trajectory(request))
 
     async def _trajectory(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the trajectory of a request's only rollout."""
         clock = asyncio.get_running_loop().time
         end, reason = clock() + self._seconds, "it has not ended"
         token = os.environ.get("SPANGRAD_QUEUE__TOKEN")

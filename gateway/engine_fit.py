@@ -19,11 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def fit_to_memory(engine: EngineSettings, model: Path) -> EngineSettings:
-    """Return the settings with which vLLM serves a model on this machine.
-
-    Args:
-        engine: settings of the engine.
-        model: directory of the model.
+    """Return the settings with which vLLM serves the model of a directory on this machine.
 
     Raises:
         SettingsError: there is no interpreter of vLLM's environment, or the model's config.json is not a JSON object.

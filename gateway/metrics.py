@@ -67,15 +67,7 @@ class GatewayMetrics(Collector):
     ) -> None:
         """Count a call that has ended, and whose span is recorded.
 
-        Args:
-            policy: that answered, or was to answer; empty where none is known by the asked name.
-            dialect: its path.
-            status: of the answer; empty where the client left before one.
-            error: `error.type` of its span; empty where there is none.
-            tokens_in: of its prompts.
-            tokens_out: of all its choices.
-            first_byte_seconds: from the beginning to the answer's first byte. None: there was none.
-            seconds: from beginning to end.
+        `policy` answered or was to answer; `error` is the span's `error.type`. Texts are empty where there is no such thing.
         """
         self.in_flight -= 1
         self._recorded.inc()

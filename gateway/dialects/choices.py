@@ -138,7 +138,6 @@ class ChoicesDialect(Dialect, Generic[_C]):
             return None
 
     def _encode_known(self, answer: KnownAnswer[_C]) -> bytes:
-        """Encode an answer without ids and logprobs."""
         shown = _present(answer, IN_ORDER)
         if answer.choices:
             shown["choices"] = [_present(choice, self.choice_in_order) for choice in answer.choices]

@@ -191,7 +191,6 @@ class Followers(OtherGateways):
         return {backend: count for backend, count in calls.items() if count > 0}
 
     def _count_elsewhere(self) -> None:
-        """Add up the followers' reports."""
         reports = [follower.report for follower in self._connections]
         for policy in self._pool.policies.values():
             policy.waiting_elsewhere = sum(report.waiting.get(policy.name, 0) for report in reports)

@@ -177,7 +177,6 @@ class PoolAdmin:
         return json_response({"removed": [backend.name for backend in backends]})
 
     def _registered(self, fields: BackendRequest) -> web.Response:
-        """Register a backend, and answer with its state."""
         try:
             settings = msgspec.structs.replace(fields, policy=fields.policy or self._pool.default).settings
         except ValidationError as error:
@@ -328,8 +327,6 @@ def _backend_state(backend: Upstream) -> BackendState:
 
 
 def _errors_as_json(handler: _Handler) -> _Handler:
-    """Wrap a handler so that its errors become JSON responses that hold the reason."""
-
     async def answer(request: web.Request) -> web.Response:
         try:
             return await handler(request)

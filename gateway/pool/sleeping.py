@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 async def send_to_sleep(backend: Backend, level: int, seconds: float | None = None) -> None:
     """Let calls in flight end, keep new ones waiting, and have the engine free its memory.
 
-    Args:
-        backend: the engine.
-        level: vLLM's: 1 keeps the weights in the host's memory, 2 forgets them.
-        seconds: longest sleep, after which its watcher wakes it. None: it sleeps until it is woken, or published to.
+    Of vLLM's levels, 1 keeps the weights in the host's memory, 2 forgets them. After `seconds` the engine's watcher wakes it. None: it
+    sleeps until it is woken, or published to.
 
     Raises:
         PublicationError: it does not serve, or would forget the base of its adapters.

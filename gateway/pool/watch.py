@@ -30,13 +30,7 @@ OUTPUT_BYTES = 2000
 
 
 async def watch(backend: Backend, policy: Policy, start_seconds: float) -> None:
-    """Watch an engine; never returns.
-
-    Args:
-        backend: the engine.
-        policy: its policy, which knows the release that the engine must serve.
-        start_seconds: longest time that an engine may take to start before an error is logged.
-    """
+    """Watch an engine; never returns. `start_seconds` is the longest time that it may take to start before an error is logged."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + start_seconds
     restarts = 0
@@ -176,5 +170,4 @@ async def _restart(backend: Backend, seconds: float) -> None:
 
 
 def _await_admission(backend: Backend) -> None:
-    """Take down an engine that was restarted, so that it may be admitted again."""
     backend.take_down(f"the engine at {backend.url} was restarted, and is not admitted yet", broken=False)

@@ -45,11 +45,8 @@ class Admin:
     ) -> None:
         """Store the arguments.
 
-        Args:
-            pool: backends of the gateway.
-            counts: calls of the attempts.
-            close_elsewhere: passes the ends of attempts on to the other gateways, and waits for none.
-            degraded: returns the reason why the gateway is not whole, or an empty string.
+        `close_elsewhere` passes the ends of attempts on to the other gateways, and waits for none. `degraded` returns the reason why the
+        gateway is not whole, or an empty string.
         """
         self._close_elsewhere = close_elsewhere
         self._degraded = degraded

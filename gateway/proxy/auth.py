@@ -43,11 +43,7 @@ class AccessControl:
     """Middleware before every route: authentication, authorization and limits of the request."""
 
     def __init__(self, settings: GatewaySettings, policy_of: Callable[[str | None], str]) -> None:
-        """Read the clients and their permissions.
-
-        Args:
-            settings: of the gateway.
-            policy_of: returns the name of the policy that answers for a request's `model`.
+        """Read the clients and their permissions; `policy_of` returns the name of the policy that answers for a request's `model`.
 
         Raises:
             SettingsError: two clients have the same name or token.
@@ -147,7 +143,6 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 
 def _callers(settings: GatewaySettings) -> dict[bytes, ClientSettings]:
-    """Return the callers by the hash of their token."""
     callers = _with_agents(settings.token, FULL_ACCESS) if settings.token else {}
     names: set[str] = set()
     for client in settings.clients:
@@ -175,7 +170,6 @@ def _digest(token: str) -> bytes:
 
 
 def _refuse_call(caller: ClientSettings, request: web.Request) -> web.Response | None:
-    """Refuse a call under a rollout that is not the caller's."""
     if caller.rollouts == _ANY_ROLLOUT:
         return None
     attempt = attempt_of(url_attempt(request), parse_baggage(request.headers.get("baggage")))

@@ -181,7 +181,6 @@ class Calls:
             return bare_span(facts, self._process_id, time.time_ns(), fault)
 
     def _count(self, exchange: _Exchange, now: float) -> None:
-        """Add a call that has ended now to the metrics."""
         facts = exchange.facts
         answer = facts.answer
         self._metrics.ended(
@@ -216,7 +215,6 @@ class Calls:
             return _failed(exchange, status, kind, message)
 
     def _time_over(self, attempt: AttemptKey | None) -> tuple[int, str, str]:
-        """Return status, message and type of the error for a request whose time limit is over."""
         if closed := self._counts.closed(attempt):
             return 410, closed.message(), ATTEMPT_CLOSED
         return 504, f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}.", "timeout"
@@ -322,7 +320,6 @@ def _request_body(request: ClientRequest, lease: BackendLease, more: Mapping[str
 
 
 def _read_whole(facts: CallFacts, body: bytes) -> bytes:
-    """Read a whole answer; return what the client gets of it."""
     try:
         facts.answer, body = facts.request.dialect.read(body, facts.request)
     except JSON_ERRORS as error:

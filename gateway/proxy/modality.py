@@ -25,12 +25,8 @@ _ESCAPED = re.compile(rb"\\u00[67]")
 
 
 def modality(request: ClientRequest, answer: bytes | None) -> str:
-    """Return the kinds of content of a call that are not text, joined by commas in alphabetical order, such as `audio,image`.
-
-    Args:
-        request: the client's; its conversation is the fields that stayed raw.
-        answer: as whole JSON. None: there is none.
-    """
+    """Return the kinds of content of a call that are not text, joined by commas in alphabetical order, such as `audio,image`."""
+    # The conversation is what the dialect left raw.
     conversation = [bytes(value) for value in request.fields.values() if isinstance(value, msgspec.Raw)]
     contents = _decoded(conversation if answer is None else [*conversation, answer])
     return content_parts.modality(contents, request.fields.get("prompt_embeds"))

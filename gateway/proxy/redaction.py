@@ -64,15 +64,9 @@ class Redactor:
         self._keeps_ids = settings.redact_keep_ids
 
     def redact(self, name: str, message: str, attributes: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-        """Replace in a span what the rules match.
+        """Replace what the rules match in a span's name, status message and attributes, of which token ids and logprobs are bytes.
 
-        Args:
-            name: of the span.
-            message: of its status.
-            attributes: of the span; arrays of token ids and logprobs are bytes.
-
-        Returns:
-            The redacted three; the attributes with `spangrad.redacted` where something was replaced.
+        Where something was replaced, the attributes have `spangrad.redacted`.
         """
         redaction = _Redaction(self)
         name, message = redaction.text(name), redaction.text(message)
@@ -169,7 +163,6 @@ class _Redaction:
                 return value if not numbers or self.text(written) == written else MARK
 
     def _withhold(self, value: Any, path: _Path) -> None:
-        """Replace the values that a path leads to, unless they are empty."""
         step, *rest = path
         places: list[Any] = []
         if isinstance(value, dict):

@@ -36,15 +36,10 @@ _FORCED_IN_MESSAGES = ("any", "tool")
 
 
 def relax(request: ClientRequest, names: Iterable[Relaxation]) -> tuple[ClientRequest, tuple[Relaxation, ...]]:
-    """Relax a request.
-
-    Args:
-        request: a client's.
-        names: the relaxations that may be applied.
+    """Relax a client's request.
 
     Returns:
-        The request for the engine, which keeps the client's own bytes in `client_raw`, and the names that changed something, in the order
-        of `names`.
+        The request for the engine, which keeps the client's own bytes in `client_raw`, and those of `names` that changed something.
     """
     fields, applied = request.fields, list[Relaxation]()
     for name in names:

@@ -92,7 +92,6 @@ def _serialized(facts: CallFacts, ended_ns: int, name: str, message: str, attrib
 
 
 def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
-    """Return the attributes that identify the call, and those of its outcome."""
     context = facts.context
     return {
         semconv.GEN_AI_OPERATION: facts.request.dialect.operation,
@@ -112,7 +111,6 @@ def _identity(facts: CallFacts, process_id: str) -> dict[str, Value]:
 
 
 def _request_and_response_attributes(facts: CallFacts) -> dict[str, Value]:
-    """Return the attributes of the request and of the response."""
     answer, request = facts.answer, facts.request.fields
     engine, response = answer.engine, answer.response_json()
     return {

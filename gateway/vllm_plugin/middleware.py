@@ -350,12 +350,10 @@ async def _until_dead(engine_client: Any) -> None:
 
 
 def _header(scope: Message, name: bytes) -> str | None:
-    """Return a header of a request. None: it has none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), None)
 
 
 async def _refuse(scope: Message, send: Send) -> None:
-    """Refuse a request without the token, or of a foreign site."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:

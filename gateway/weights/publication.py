@@ -158,13 +158,7 @@ async def put(
     """Make an engine serve a release; the caller holds its lock. `backend.publication` then holds the seconds of each step.
 
     An engine that holds these weights already is given the version's number alone: nothing is paused, loaded or reset, and calls go on.
-
-    Args:
-        backend: the engine.
-        release: what it is to serve.
-        expected: the sums that it must show.
-        calls: how its calls in flight are treated.
-        sender: the trainer that sends the weights. None: they are read from the release's files.
+    Without a sender, the weights are read from the release's files.
 
     Raises:
         EngineError: the engine failed; the message says what state that left.

@@ -131,7 +131,6 @@ class Transfer(SyncMethod):
 
 
 def _base_of(sums: EngineSums) -> EngineSums:
-    """Return the sums of the tensors that are no adapter's."""
     return EngineSums({name: each for name, each in sums.tensors.items() if not name.startswith(PREFIX)}, sums.unread)
 
 
@@ -143,11 +142,6 @@ def with_base_of(adapter: EngineSums, held: EngineSums | None) -> EngineSums:
 
 def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> str:
     """Return the reason why an engine cannot load a release; empty: it can, or the engine was never reached.
-
-    Args:
-        backend: the engine.
-        path: directory of the release.
-        sender: the trainer that sends it. None: it is read from the directory.
 
     Raises:
         CheckpointError: an adapter's configuration cannot be read.

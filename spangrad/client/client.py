@@ -193,12 +193,7 @@ class Client:
         return Validation(after, tally.measure)
 
     def _count_ended(self, run: _TrainRun, *, count_all: bool) -> int:
-        """Count the rollouts that have ended meanwhile, and return their number.
-
-        Args:
-            run: state of the call that waits for them.
-            count_all: True to count every rollout of mode train, also those that other processes enqueued.
-        """
+        """Count the rollouts that have ended meanwhile, with `count_all` also those that others enqueued; return their number."""
         run.workers.check()
         ended, run.cursor = self._queue.ended(run.cursor, _WAIT_SECONDS)
         for rollout in ended:
@@ -211,13 +206,11 @@ class Client:
         return len(ended)
 
     def _continues(self, run: _TrainRun, groups: int | None, active_at: float, idle_seconds: float) -> bool:
-        """Return whether trainers request groups, or may soon do so."""
         if groups is not None and run.train.groups >= groups:
             return False
         return time.monotonic() - active_at < idle_seconds
 
     def _is_busy(self) -> bool:
-        """Return whether groups are requested and not enqueued, or are in flight."""
         demand, states = self._queue.demand(), self._queue.states()
         return demand["enqueued"] < demand["groups"] or any(states.get(state) for state in OPEN_STATES)
 

@@ -63,11 +63,7 @@ class QueueHttp:
     def ask(self, method: str, path: str, body: Mapping[str, object] | bytes | None = None, *, missing: Any = None) -> Any:
         """Send a request below the run's own path (`/...`) or anywhere (`/v1/...`).
 
-        Args:
-            method: HTTP method.
-            path: path of the request.
-            body: body of the request, as an object or encoded as JSON. None: there is none.
-            missing: value to return for status 404; None: that is an error.
+        The body is an object, or encoded as JSON. `missing` is the value to return for status 404; None: that is an error.
 
         Raises:
             QueueError: the queue refuses, or stays unreachable.

@@ -34,13 +34,7 @@ def group_of(task: Task, run_id: str, mode: Mode, size: int, *, group_id: str, i
 
 
 def queued(rollout: Rollout, settings: Settings, pinned: PromptVersion | None = None, *, priority: int = 0) -> NewRollout:
-    """Convert a rollout to the queue's form.
-
-    Args:
-        rollout: rollout to enqueue.
-        settings: limits and sampling of its attempts.
-        pinned: prompt version of a rollout whose task names none. None: it is not pinned.
-        priority: rollouts with the highest priority go first.
+    """Convert a rollout to the queue's form, pinned to a prompt version where its task names none.
 
     Raises:
         SettingsError: `sampling_of` raises it.

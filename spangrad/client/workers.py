@@ -54,13 +54,7 @@ class WorkerProcesses:
     """Worker processes of a client; a context manager."""
 
     def __init__(self, work: Work, count: int, drain_seconds: float) -> None:
-        """Store the arguments; no process is started yet.
-
-        Args:
-            work: arguments of the workers.
-            count: number of workers.
-            drain_seconds: time for which their attempts may continue when they are asked to end, in seconds.
-        """
+        """Store the arguments; attempts may continue for `drain_seconds` when workers are asked to end."""
         self._work = work
         self._count = count
         self._drain = drain_seconds
@@ -112,7 +106,6 @@ class WorkerProcesses:
         self._children[number] = child, time.monotonic()
 
     def _end(self) -> None:
-        """Ask the workers to end, and wait for it."""
         for child, _ in self._children.values():
             child.ask_to_end()
         end = time.monotonic() + self._drain + END_SECONDS

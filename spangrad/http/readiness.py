@@ -52,11 +52,7 @@ def need_of_store(settings: Settings) -> list[NeededService]:
 
 
 def await_services(services: Iterable[NeededService], timeout_seconds: float) -> None:
-    """Wait until every service answers.
-
-    Args:
-        services: services that are needed.
-        timeout_seconds: time limit for all of them, in seconds.
+    """Wait until every service answers, all of them within the time limit.
 
     Raises:
         SpangradError: one does not answer in time.
