@@ -149,7 +149,7 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
         **(adapters if engine.lora_rank else {}),
         **(_WORKER_IN_ENGINE if keeps_worker_in_engine(engine.extra_args) else {}),
         **({TRANSFER_VARIABLE: engine.transfer} if engine.transfer else {}),
-        **({TOKEN_VARIABLE: token} if (token := _token(engine)) else {}),
+        **({TOKEN_VARIABLE: engine.token.get_secret_value()} if engine.token else {}),
         "PATH": f"{vllm_python(engine).absolute().parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": str(_plugin_path(cache)),
         "PYTHONUNBUFFERED": "1",
@@ -169,10 +169,6 @@ def environment(settings: Settings, model: Path) -> dict[str, str]:
 def _state_file(engine: EngineSettings) -> Path:
     """Return the file of the state that the engine's API servers share; one for each port, as several engines share a cache."""
     return engine.cache_dir.absolute() / f"engine-state-{engine.port}"
-
-
-def _token(engine: EngineSettings) -> str | None:
-    return engine.token.get_secret_value() if engine.token else None
 
 
 def _plugin_path(cache: Path) -> Path:
@@ -302,7 +298,7 @@ def _warm_up(base: str, settings: Settings) -> None:
     messages = [{"role": "user", "content": "warm up"}]
     request = {"model": settings.gateway.policy, "messages": messages, "max_tokens": WARM_UP_TOKENS, "logprobs": True}
     count = settings.engine.warmup_requests
-    vllm = RemoteService("vLLM", base, _token(settings.engine), EngineError, "Its log stands above.")
+    vllm = RemoteService("vLLM", base, settings.engine.token, EngineError, "Its log stands above.")
     with ThreadPoolExecutor(max(count, 1)) as pool:
         sent = [pool.submit(ask, vllm, "POST", CHAT_PATH, request, seconds=_WARM_UP_SECONDS) for _ in range(count)]
     for answer in sent:

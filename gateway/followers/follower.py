@@ -24,6 +24,7 @@ from gateway.proxy.auth import STATE_PATH
 from gateway.proxy.http import error_response
 from spangrad.errors import GatewayError
 from spangrad.http.announcements import ClosedAttempt
+from spangrad.http.service import bearer
 from spangrad.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Follower:
         assert settings.controller
         self._url = settings.controller.rstrip("/")
         self._own_url = settings.url
-        self._headers = {"Authorization": f"Bearer {settings.token.get_secret_value()}"} if settings.token else {}
+        self._headers = bearer(settings.token)
         self._pool = pool
         self._session = session
         self._revision = 0

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 
 from gateway.vllm_plugin.request_fields import MESSAGES_PATH
 from spangrad.errors import GatewayError
+from spangrad.http.service import bearer
 from spangrad.settings import BackendSettings
 
 log = logging.getLogger(__name__)
@@ -109,11 +110,9 @@ class Upstream:
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers that carry its key."""
-        if not self._key:
-            return {}
-        if self.kind == "anthropic":
+        if self.kind == "anthropic" and self._key:
             return {"x-api-key": self._key}
-        return {"Authorization": f"Bearer {self._key}"}
+        return bearer(self._key)
 
     def add_headers(self, headers: MutableMapping[str, str]) -> None:
         """Add the upstream's own headers to a request's."""

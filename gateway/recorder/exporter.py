@@ -55,8 +55,7 @@ class SpanExporter:
             GatewayError: another gateway owns `gateway.spill_path`, or it cannot be written.
         """
         self._url = f"{settings.store.otlp_endpoint.rstrip('/')}/v1/traces"
-        token = settings.store.token
-        self._headers = {"Content-Type": "application/x-protobuf", **bearer(token.get_secret_value() if token else None)}
+        self._headers = {"Content-Type": "application/x-protobuf", **bearer(settings.store.token)}
         self._session = session
         self._path = settings.gateway.spill_path
         self._spill = Spill(self._path)
