@@ -29,6 +29,7 @@ from transition_builder.ended import EndedRollouts, ended
 from transition_builder.frames import Frames, conform, empty
 from transition_builder.rewards import sql
 from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS
+from transition_builder.slices import SlicePace, slice_seconds
 from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims, new_builder_name
 from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
@@ -84,9 +85,7 @@ class Builder:
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
         self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
-        self._force = force
-        self._run = run
-        self._on_progress = on_progress
+        self._force, self._run, self._on_progress = force, run, on_progress
         name = new_builder_name()
         self._reader = StoreReader(client, settings)
         is_usual = since is None and run is None and not force and self._reader.as_of is None
@@ -101,14 +100,12 @@ class Builder:
         self._now, self._looked = self._reader.now(), time.monotonic()
         self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
-        self._behind_due = time.monotonic()
-        self._announced_at = float("-inf")
+        self._behind_due, self._announced_at = time.monotonic(), float("-inf")
         self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
         self._examined = empty({**dict.fromkeys(ROLLOUT, pl.String()), "Until": MICROSECONDS, "Examined": pl.UInt64()})
         self._late_rows = empty(late_spans.COUNTED)
         self._reassigned = empty(REASSIGNED)
-        self._done = 0
-        self._batch_sizes = BuildBatches()
+        self._done, self._batch_sizes, self._pace = 0, BuildBatches(), SlicePace()
 
     def register(self, dataset: str) -> datasets.Dataset:
         """Register the specification under a dataset name.
@@ -286,11 +283,13 @@ class Builder:
         self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
 
     def _slices(self, rows: pl.DataFrame, key: str, summary: Summary) -> Iterator[pl.DataFrame]:
-        """Yield rows by slices of rollouts; after each, build what has ended of training since, and sweep if due: a backlog takes long."""
-        for batch in waiting.slices(rows, key, lambda: waiting.slice_seconds(time.monotonic() - self._announced_at)):
-            yield batch
+        """Return rows by slices of rollouts; after each, build what has ended of training since, and sweep if due: a backlog takes long."""
+
+        def look() -> None:
             if (sweeps := self._discovery.sweep_is_due(self._clock())) or self._arrivals.wait(0, Topic.ROOTS):
                 self._look(summary, sweeps=sweeps)
+
+        return self._pace.slices(rows, key, lambda: slice_seconds(time.monotonic() - self._announced_at), look)
 
     def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
         """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""
@@ -361,6 +360,7 @@ class Builder:
         if frames.rollouts.is_empty():
             return
         self._batch_sizes.record(frames)
+        self._pace.count(frames.spans.height)
         built = build(frames, self._spec)
         specification.require_unchanged(self._spec, self._reader.spec)  # again: its files were read since
         summary.add(self._sink.write(built, frames.rollouts))

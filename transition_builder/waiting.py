@@ -1,13 +1,11 @@
-"""Rollouts that wait: when each is looked at again, in which order they are built, and how long they have waited.
+"""Rollouts that wait: when each is looked at again, which are built first, and how long they have waited.
 
-Invariant: what a runner announced of training, validation and its baselines comes before production and trials; within each, the oldest
-comes first, and no rollout is in two slices.
+Invariant: what a runner announced of training, validation and its baselines comes before production and trials.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 import polars as pl
@@ -19,12 +17,6 @@ from transition_builder.schemas import MICROSECONDS
 
 BEHIND = frozenset({Mode.PRODUCTION, Mode.TRIAL})
 """Modes whose rollouts are built in slices, behind all others."""
-SLICE_SECONDS, LONG_SLICE_SECONDS = 0.25, 1.0
-"""Time that a slice should take, in seconds, while rollouts of training end, and while none does: training waits for one slice at most."""
-_BUSY_SECONDS = 10.0
-"""Time after a rollout of training has ended for which another one is expected."""
-_FIRST_SLICE, _SMALLEST_SLICE, _LARGEST_SLICE = 128, 32, 1024
-"""Numbers of rollouts."""
 _RECHECK_FRACTION = 0.05
 """Fraction of its waiting time after which a waiting rollout is checked again."""
 _ANNOUNCED = NAMED & (pl.col("RunId") != "") & (pl.col("Mode") != "")
@@ -91,31 +83,6 @@ def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None =
 def oldest(*waiting: pl.DataFrame) -> datetime | None:
     """Return the time at which the oldest of rows with IngestedAt arrived. None: there is no row."""
     return pl.concat([rows["IngestedAt"] for rows in waiting]).min()  # type: ignore[return-value]
-
-
-def slice_seconds(since_training: float) -> float:
-    """Return the time that a slice should take, in seconds, so long after the last rollout of training has ended."""
-    return SLICE_SECONDS if since_training < _BUSY_SECONDS else LONG_SLICE_SECONDS
-
-
-def slices(rows: pl.DataFrame, key: str, seconds: Callable[[], float]) -> Iterator[pl.DataFrame]:
-    """Yield the rows of some rollouts at a time, the oldest first, as many as take some time from one to the next.
-
-    Args:
-        rows: rows with IngestedAt.
-        key: column that names their rollouts.
-        seconds: returns the time that the next slice should take.
-    """
-    if rows.is_empty():
-        return
-    oldest = rows.group_by(key).agg(Oldest=pl.col("IngestedAt").min()).sort("Oldest", key)
-    begin, size = 0, _FIRST_SLICE
-    while begin < oldest.height:
-        started = time.monotonic()
-        yield rows.join(oldest[begin : begin + size], on=key, how="semi", maintain_order="left")
-        begin += size
-        took = max(time.monotonic() - started, 1e-3)
-        size = max(_SMALLEST_SLICE, min(_LARGEST_SLICE, 2 * size, round(size * seconds() / took)))
 
 
 def lags(pending: pl.DataFrame, silent: pl.DataFrame, now: datetime, modes: Sequence[str]) -> Mapping[str, tuple[float, int]]:

@@ -10,6 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from spangrad.errors import StoreError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import StoreSettings
 from spangrad.store.clickhouse import connect
@@ -126,6 +127,24 @@ def test_builder_amid_backlog_of_production_sweeps_when_due(store: StoreSettings
     summary = builder.build_ready()
     assert swept[:2] == [False, True]
     assert (summary.rollouts, sum(builds.sizes)) == (SLICE + 50, SLICE + 50)
+
+
+def test_builder_slice_after_one_that_failed_is_half_as_large(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = Builder(settings_of(store, "failing", quiet_seconds=0))
+    builder.build_ready()
+    post(store, production("failing", SLICE))
+    failed: list[bool] = []
+
+    def fail_once() -> None:
+        if not failed:
+            failed.append(True)
+            raise StoreError("the span store refused")
+
+    builds = Builds(monkeypatch, fail_once)
+    with pytest.raises(StoreError):
+        builder.build_ready()
+    assert builder.build_ready().rollouts == SLICE
+    assert builds.sizes[1] == builds.sizes[0] // 2
 
 
 def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:

@@ -1,8 +1,7 @@
-"""Rollouts that wait: what is due, in slices, the oldest first."""
+"""Rollouts that wait: what is due, and how long it has waited."""
 
 from __future__ import annotations
 
-import time
 from datetime import UTC, datetime, timedelta
 
 import polars as pl
@@ -50,22 +49,6 @@ def test_rollouts_to_conclude_are_those_due_and_those_that_end_of_training() -> 
     rows = pending(("just checked", 100, 1), ("long ago", 100, 10))
     ending = pl.concat([pending(("ended", 0, 0)), pending(("served", 0, 0)).with_columns(Mode=pl.lit("production"))])
     assert waiting.to_conclude(rows, ending, NOW).rows() == [("long ago", "t-long ago"), ("ended", "t-ended")]
-
-
-def test_slices_hold_whole_rollouts_oldest_first_and_as_many_as_take_their_time() -> None:
-    rows = pl.concat([pending((f"r{age:03}", age, age), (f"r{age:03}", age - 1, age)) for age in range(300, 0, -1)])
-    sizes, seen = list[int](), list[str]()
-    for rollouts in waiting.slices(rows, "RolloutId", lambda: 0.02):
-        names = rollouts["RolloutId"].unique(maintain_order=True).to_list()
-        assert rollouts.height == 2 * len(names)
-        sizes.append(len(names))
-        seen += names
-        time.sleep(0.05)
-    assert seen == [f"r{age:03}" for age in range(300, 0, -1)]
-    # Each took more than twice its time.
-    assert sizes[0] == 128
-    assert sizes[1] < 60
-    assert min(sizes[:-1]) >= 32
 
 
 def test_metrics_show_lag_and_waiting_rollouts_by_mode() -> None:

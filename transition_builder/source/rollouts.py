@@ -178,20 +178,21 @@ class RolloutReader:
             traces: traces of calls of these rollouts.
         """
         by_key = self._by_keys(rollouts["RolloutId"], _ANY)
-        nearby = self._nearby(pl.concat([traces, by_key["TraceId"]]))
+        nearby = self._nearby(pl.concat([traces, by_key["TraceId"]]), read=rollouts["RolloutId"])
         spans = _first_deliveries(_with_dropped(by_key, nearby), "EventIndex")
         calls = self._calls(pl.concat([rollouts["RolloutId"], traces, by_key["TraceId"]]))
         owners = self._owners_of_traces(pl.concat([spans["TraceId"], calls["TraceId"]]))
         once = spans.unique([*SPAN, "RowKind", "EventIndex"], maintain_order=True)
         return self._frames(_read_of(rollouts, spans), claim(once, owners), conform(claim(calls, owners), CALLS), owners)
 
-    def _nearby(self, traces: pl.Series) -> list[_Nearby]:
-        """Return the facts of traces, some traces at a time."""
+    def _nearby(self, traces: pl.Series, read: pl.Series | None = None) -> list[_Nearby]:
+        """Return the facts of traces, some traces at a time; `read`: keys of which all rows are read."""
         parts = list[_Nearby]()
         for trace_batch in batches(traces):
             rows = self._reader.frame(_BY_TRACE.format(traces=constant(trace_batch)))
             is_key = pl.col("RolloutKey") != ""
             keys = rows.filter(is_key)["RolloutKey"]
+            keys = keys if read is None else keys.filter(~keys.is_in(read.implode()))
             parts.append(_Nearby(rows.filter(~is_key), self._by_keys(keys, _INHERITED, trace_batch)))
         return parts
 
