@@ -11,6 +11,8 @@ import polars as pl
 
 from transition_builder.frames import Frames
 
+ROLLOUTS_A_READ = 1024
+"""Rollouts whose spans without attributes are read at a time; bounds memory."""
 CALLS_A_BUILD = 16384
 """Calls built at a time, at most."""
 BYTES_A_BUILD = 256 * 2**20

@@ -19,7 +19,7 @@ from spangrad.store.arrivals import Arrivals, Topic
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from transition_builder import specification, waiting
-from transition_builder.batch_sizes import BuildBatches
+from transition_builder.batch_sizes import ROLLOUTS_A_READ, BuildBatches
 from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
 from transition_builder.completeness.reassigned_traces import REASSIGNED
@@ -42,8 +42,6 @@ from transition_builder.summary import ProgressCallback, Summary, no_progress
 
 log = logging.getLogger(__name__)
 
-ROLLOUTS_PER_READ = 1024
-"""Rollouts whose spans without attributes are read at a time; bounds memory."""
 BEHIND_SECONDS = 2.0
 """Longest time, in seconds, for which spans that end no rollout wait for others; shorter where `builder.quiet_seconds` is."""
 _NAMES_ITSELF = NAMED & (pl.col("RunId") != "")
@@ -85,6 +83,7 @@ class Builder:
         sql.check(client, settings.store.url, settings.builder)
         self._spec = settings.builder
         self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
+        self._silence = waiting.silence(self._spec, self._waiting_times.quiet_seconds)
         self._force, self._run, self._on_progress = force, run, on_progress
         name = new_builder_name()
         self._reader = StoreReader(client, settings)
@@ -105,7 +104,7 @@ class Builder:
         self._examined = empty({**dict.fromkeys(ROLLOUT, pl.String()), "Until": MICROSECONDS, "Examined": pl.UInt64()})
         self._late_rows = empty(late_spans.COUNTED)
         self._reassigned = empty(REASSIGNED)
-        self._done, self._batch_sizes, self._pace = 0, BuildBatches(), SlicePace()
+        self._done, self._is_quiet, self._batch_sizes, self._pace = 0, False, BuildBatches(), SlicePace()
 
     def register(self, dataset: str) -> datasets.Dataset:
         """Register the specification under a dataset name.
@@ -129,7 +128,7 @@ class Builder:
         """
         began, summary, self._done = time.monotonic(), Summary(), 0
         specification.require_unchanged(self._spec, self._reader.spec)
-        self._look(summary, sweeps=self._discovery.is_first)
+        self._look(summary, sweeps=self._discovery.is_first or (self._is_quiet and self._discovery.sweep_is_due(self._clock())))
         if not urgent:
             # After training: a sweep reads much.
             if self._discovery.sweep_is_due(self._clock()):
@@ -149,22 +148,23 @@ class Builder:
         Raises:
             StoreError: the store, which is not ours, failed.
         """
-        if self._arrivals.wait(self._seconds_to_rest()) == frozenset({Topic.SPANS}):
+        if (arrived := self._arrivals.wait(self._seconds_to_rest())) == frozenset({Topic.SPANS}):
             # They end no rollout: more of them will come, unless a rollout waits for these.
             patience = 0.0 if self._pending.height else self._behind_due - time.monotonic()
             self._arrivals.wait(max(self._spec.poll_seconds, patience), Topic.ROOTS)
+        self._is_quiet = not arrived
         return time.monotonic() < self._behind_due
 
     def lags(self) -> Mapping[str, tuple[float, int]]:
         """Return, by mode, the age in seconds of the oldest rollout that ended and is not built, and the number of those."""
         now = self._clock()
-        return waiting.lags(self._pending, self._rootless.filter(now - pl.col("IngestedAt") >= self._silence()), now, [*Mode])
+        return waiting.lags(self._pending, self._rootless.filter(now - pl.col("IngestedAt") >= self._silence), now, [*Mode])
 
     def _seconds_to_rest(self) -> float:
         """Return the time until something is due by its age, in seconds, if nothing arrives."""
         now, until_behind = self._clock(), self._behind_due - time.monotonic()
         pending = waiting.seconds_until_due(self._pending, now)
-        rootless = 0.0 if self._behind.height else waiting.seconds_until_due(self._rootless, now, self._silence())
+        rootless = 0.0 if self._behind.height else waiting.seconds_until_due(self._rootless, now, self._silence)
         until = min(pending, max(rootless, until_behind), BETWEEN_SWEEPS / timedelta(seconds=1))
         return max(self._spec.poll_seconds, until)
 
@@ -174,7 +174,7 @@ class Builder:
 
     def _look(self, summary: Summary, *, sweeps: bool = False) -> None:
         """Remember what ended or is out of date, and all else that arrived, for later; build what is complete of training."""
-        self._claims.begin()
+        self._claims.renew()
         self._known.forget()
         self._discovery.begin(self._reader.as_of or self._clock(), sweeps=sweeps)
         self._remember_arrivals()
@@ -188,15 +188,18 @@ class Builder:
         if self._discovery.is_first:
             self._add_pending(self._discovery.new_roots())
         self._pending = waiting.touched(self._pending, arrived)
-        if (named := arrived.filter(_NAMES_ITSELF)).height or self._pending.height:
-            rollouts = named.rename({"RolloutKey": "RolloutId"})
+        named = arrived.filter(_NAMES_ITSELF)
+        rollouts, built = named.rename({"RolloutKey": "RolloutId"}), empty(BUILT)
+        if named.height or self._pending.height:
             ending = self._of_run(rollouts.filter("HasRoot"))
+            self._claims.begin()
             self._source.begin(waiting.to_conclude(self._pending, ending, self._now))
-            self._add_pending(ending.join(self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
+            self._add_pending(ending.join(built := self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
         behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:
             # Kept only when it is done: a sweep that fails reads the same again.
-            self._look_behind(behind, self._discovery.rootless())
+            are_built = named.height == arrived.height and rollouts.join(built, on=ROLLOUT, how="anti").is_empty()
+            self._look_behind(behind, empty(ROOTLESS) if are_built and not self._discovery.is_first else self._discovery.rootless())
         else:
             self._behind = behind
         self._discovery.done()
@@ -267,7 +270,7 @@ class Builder:
         due = waiting.due(self._pending.filter(~waiting.IS_BEHIND), self._now).sort("IngestedAt")
         if due.height:
             self._announced_at = time.monotonic()
-        for batch in due.iter_slices(ROLLOUTS_PER_READ):
+        for batch in due.iter_slices(ROLLOUTS_A_READ):
             self._conclude(batch, summary)
 
     def _build_behind(self, summary: Summary) -> None:
@@ -277,7 +280,7 @@ class Builder:
             self._rebuild_former(summary)
         for batch in self._slices(waiting.due(self._pending.filter(waiting.IS_BEHIND), self._now), "RolloutId", summary):
             self._conclude(batch, summary)
-        silent = self._rootless.filter(self._now - pl.col("IngestedAt") >= self._silence())
+        silent = self._rootless.filter(self._now - pl.col("IngestedAt") >= self._silence)
         for batch in self._slices(waiting.due(silent, self._now), "RolloutKey", summary):
             self._conclude_rootless(batch, summary)
         self._behind_due = time.monotonic() + min(BEHIND_SECONDS, self._spec.quiet_seconds / 4)
@@ -347,14 +350,11 @@ class Builder:
         traces = self._discovery.traces(unbuilt["TraceId"])
         silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
         self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
-        for batch in silent.iter_slices(ROLLOUTS_PER_READ):
+        for batch in silent.iter_slices(ROLLOUTS_A_READ):
             for rollouts in self._batch_sizes.of(self._claimed(batch)):
                 self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
         concluded = pl.concat([current[ROLLOUT], roots.filter("Final")[ROLLOUT]])
         self._rootless = without(self._rootless, due, rootless, concluded)
-
-    def _silence(self) -> pl.Expr:
-        return waiting.silence(self._spec, self._waiting_times.quiet_seconds)
 
     def _build(self, frames: Frames, summary: Summary) -> None:
         if frames.rollouts.is_empty():

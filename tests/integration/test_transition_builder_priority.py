@@ -129,6 +129,32 @@ def test_builder_amid_backlog_of_production_sweeps_when_due(store: StoreSettings
     assert (summary.rollouts, sum(builds.sizes)) == (SLICE + 50, SLICE + 50)
 
 
+def test_builder_sweep_over_built_rollouts_looks_for_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    original = discovery.Discovery.rootless
+
+    def rootless(self: Any) -> Any:
+        asked.append(True)
+        return original(self)
+
+    store = store_settings(tmp_path / "store")
+    with running_store(store, tmp_path / "log"):
+        builder = Builder(settings_of(store, "swept"))
+        builder.build_ready()
+        post(store, training("swept", "group"))
+        assert builder.build_ready().rollouts == 4
+        monkeypatch.setattr(discovery.Discovery, "rootless", rootless)
+        monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
+        builder.build_ready()
+        assert asked == []
+        # A rollout that has not ended, and a trace that names none, may never have a root.
+        for number, begun in enumerate([SpanFactory(run="swept"), SpanFactory(run="")], 1):
+            begun.call("", rollout="begun" if number == 1 else "")
+            post(store, begun.otlp())
+            builder.build_ready()
+            assert len(asked) == number
+
+
 def test_builder_slice_after_one_that_failed_is_half_as_large(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     builder = Builder(settings_of(store, "failing", quiet_seconds=0))
     builder.build_ready()
