@@ -30,9 +30,9 @@ from transition_builder.frames import Frames, conform, empty
 from transition_builder.rewards import sql
 from transition_builder.schemas import ARRIVED, BUILT, MICROSECONDS, PENDING, ROLLOUT, ROOTLESS
 from transition_builder.slices import SlicePace, slice_seconds
-from transition_builder.source import late_spans
 from transition_builder.source.claims import Claims, new_builder_name
-from transition_builder.source.discovery import BETWEEN_SWEEPS, OVERLAP, Discovery
+from transition_builder.source.discovery import BETWEEN_SWEEPS, Discovery
+from transition_builder.source.examined_builds import ExaminedBuilds
 from transition_builder.source.known_builds import KnownBuilds
 from transition_builder.source.marks import Marks
 from transition_builder.source.queries import StoreReader
@@ -84,7 +84,9 @@ class Builder:
         self._spec = settings.builder
         self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
         self._silence = waiting.silence(self._spec, self._waiting_times.quiet_seconds)
-        self._force, self._run, self._on_progress = force, run, on_progress
+        self._force = force
+        self._run = run
+        self._on_progress = on_progress
         name = new_builder_name()
         self._reader = StoreReader(client, settings)
         is_usual = since is None and run is None and not force and self._reader.as_of is None
@@ -93,18 +95,21 @@ class Builder:
         self._ended = EndedRollouts(self._source, self._waiting_times)
         self._claims = Claims(self._reader, name, settings.builder.lease_seconds)
         self._known = KnownBuilds(self._reader)
+        self._builds = ExaminedBuilds(self._known, self._discovery)
         self._sink = Sink(self._reader, self._known, name)
         self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
         self._claims.renew()
         self._now, self._looked = self._reader.now(), time.monotonic()
         self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
-        self._behind_due, self._announced_at = time.monotonic(), float("-inf")
+        self._behind_due = time.monotonic()
+        self._announced_at = float("-inf")
         self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
-        self._examined = empty({**dict.fromkeys(ROLLOUT, pl.String()), "Until": MICROSECONDS, "Examined": pl.UInt64()})
-        self._late_rows = empty(late_spans.COUNTED)
         self._reassigned = empty(REASSIGNED)
-        self._done, self._is_quiet, self._batch_sizes, self._pace = 0, False, BuildBatches(), SlicePace()
+        self._batch_sizes, self._pace = BuildBatches(), SlicePace()
+        self._is_quiet = False
+        """True if nothing has arrived since the last pass."""
+        self._done = 0
 
     def register(self, dataset: str) -> datasets.Dataset:
         """Register the specification under a dataset name.
@@ -134,7 +139,7 @@ class Builder:
             if self._discovery.sweep_is_due(self._clock()):
                 self._look(summary, sweeps=True)
             self._build_behind(summary)
-            if self._reassigned.is_empty() and self._late_rows.is_empty():
+            if self._reassigned.is_empty() and not self._builds.lacks_rows:
                 self._discovery.mark(waiting.oldest(self._pending, self._rootless))
         summary.waiting = self._pending.height
         summary.seconds = time.monotonic() - began
@@ -194,17 +199,19 @@ class Builder:
             ending = self._of_run(rollouts.filter("HasRoot"))
             self._claims.begin()
             self._source.begin(waiting.to_conclude(self._pending, ending, self._now))
-            self._add_pending(ending.join(built := self._remember_stale(named, rollouts), on=ROLLOUT, how="anti"))
+            built = self._remember_stale(named, rollouts)
+            self._add_pending(ending.join(built, on=ROLLOUT, how="anti"))
         behind = pl.concat([self._behind, arrived])
         if self._discovery.sweeps:
             # Kept only when it is done: a sweep that fails reads the same again.
-            are_built = named.height == arrived.height and rollouts.join(built, on=ROLLOUT, how="anti").is_empty()
-            self._look_behind(behind, empty(ROOTLESS) if are_built and not self._discovery.is_first else self._discovery.rootless())
+            # Rows of built rollouts bring no call without a root. The first sweep reads no other rows: such calls may have come before it.
+            all_built = named.height == arrived.height and rollouts.join(built, on=ROLLOUT, how="anti").is_empty()
+            brings_none = all_built and not self._discovery.is_first
+            self._look_behind(behind, empty(ROOTLESS) if brings_none else self._discovery.rootless())
         else:
             self._behind = behind
         self._discovery.done()
-        if self._examined.height:
-            self._examined = self._examined.filter(self._now - pl.col("Until") < 2 * OVERLAP)
+        self._builds.forget_before(self._now)
 
     def _look_behind(self, arrived: pl.DataFrame, rootless: pl.DataFrame | None = None) -> None:
         """Remember traces without a final root (ROOTLESS of a sweep, else of what arrived), and built rollouts that are out of date."""
@@ -221,12 +228,12 @@ class Builder:
 
     def _remember_stale(self, arrived: pl.DataFrame, claimed: pl.DataFrame) -> pl.DataFrame:
         """Queue again those of which something (ARRIVED; `claimed`: by rollout) has arrived since they were built; return BUILT."""
-        built = self._built(claimed["RolloutId"])
+        built = self._builds.of(claimed["RolloutId"])
         if built.is_empty():
             return built
         outdated = outdated_rollouts(claimed, built)
         if self._discovery.sweeps:
-            outdated = pl.concat([outdated, self._with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
+            outdated = pl.concat([outdated, self._builds.with_late_rows(built.join(outdated, on=ROLLOUT, how="anti"))])
         if outdated.is_empty():
             return built
         roots = self._discovery.roots(outdated["RolloutId"]).filter("Final").join(outdated, on=ROLLOUT, how="semi")
@@ -257,13 +264,6 @@ class Builder:
             self._build(self._source.claimed_frames(rollouts, reassigned["TraceId"]), summary)
             self._rootless = merge(self._rootless, reassigned_traces.rootless(reassigned))
             self._reassigned = self._reassigned.join(rollouts, on=ROLLOUT, how="anti")
-
-    def _with_late_rows(self, built: pl.DataFrame) -> pl.DataFrame:
-        """Return those of BUILT that lack rows in flight when they were read, in the form of `outdated_rollouts`. Remembered until read."""
-        candidates = late_spans.maybe_incomplete(built)
-        incomplete = late_spans.with_new_rows(candidates, late_spans.count(self._discovery.tally(candidates["RolloutId"]), candidates))
-        self._late_rows = pl.concat([self._late_rows.join(incomplete, on=ROLLOUT, how="anti"), incomplete])
-        return candidates.join(incomplete, on=ROLLOUT, how="semi").select(*ROLLOUT, LastArrival="Watermark")
 
     def _build_announced(self, summary: Summary) -> None:
         """Build what is complete of training, validation and their baselines, the oldest first."""
@@ -311,7 +311,7 @@ class Builder:
         """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
         if rollouts.is_empty():
             return rollouts
-        built = self._built(rollouts["RolloutId"])
+        built = self._builds.of(rollouts["RolloutId"])
         if built.height:
             current = rollouts.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("LastArrival"))
             self._forget(current)
@@ -321,28 +321,13 @@ class Builder:
             self._known.forget()
         return taken
 
-    def _built(self, rollouts: pl.Series) -> pl.DataFrame:
-        """Return BUILT of the rollouts; rows that were examined and changed nothing count as read."""
-        known = self._known.of(rollouts)
-        if known.is_empty():
-            return known
-        built = known.join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
-        read = pl.max_horizontal("RowsRead", "Examined")
-        is_incomplete = (pl.col("Rows") > read).fill_null(False)
-        until = (
-            pl.when(is_incomplete)
-            .then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"]))
-            .otherwise(pl.max_horizontal("Watermark", "Until"))
-        )
-        return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
-
     def _conclude_rootless(self, due: pl.DataFrame, summary: Summary) -> None:
         """Build those rollouts without a final root span that have been silent for long enough, of ROOTLESS that are due."""
         now = self._now
         owners = self._discovery.owners(due["TraceId"])
         activity = self._discovery.activity(claim(due, owners)["RolloutKey"])
         rootless = rollouts_of(due, owners, activity)
-        built = self._built(rootless["RolloutId"])
+        built = self._builds.of(rootless["RolloutId"])
         # Of several traces of a rollout, one may have been read and another not.
         current = rootless.join(built, on=ROLLOUT).filter(pl.col("Watermark") >= pl.col("IngestedAt").max().over(ROLLOUT))
         unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
@@ -368,14 +353,12 @@ class Builder:
         if self._rootless.height:
             read = frames.spans["TraceId"].unique()
             self._rootless = self._rootless.filter(NAMED | ~pl.col("TraceId").is_in(read.implode()))
-        examined = frames.rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
-        self._examined = pl.concat([self._examined.join(examined, on=ROLLOUT, how="anti"), examined])
+        self._builds.examined(frames.rollouts)
         self._progress(frames.rollouts.height)
 
     def _forget(self, rollouts: pl.DataFrame) -> None:
         """Forget rollouts that are built."""
-        if self._late_rows.height:
-            self._late_rows = self._late_rows.join(rollouts, on=ROLLOUT, how="anti")
+        self._builds.up_to_date(rollouts)
         if self._pending.height:
             self._pending = self._pending.join(rollouts, on=ROLLOUT, how="anti")
         if self._rootless.is_empty():
