@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import threading
+import time
 import venv
 from pathlib import Path
 from types import ModuleType
@@ -57,8 +58,11 @@ def test_environment_held_waits_for_other_holder(
     second = threading.Thread(target=hold_too)
     with environment.held(pinned):
         second.start()
-        while "setup: .venv is in the hands of another command: waiting" not in capfd.readouterr().out:
+        printed = ""
+        while "setup: .venv is in the hands of another command: waiting" not in printed:
             assert second.is_alive()
+            printed += capfd.readouterr().out  # a read may come in the middle of a line
+            time.sleep(0.01)
         order.append("first")
     second.join(10)
     assert order == ["first", "second"]
