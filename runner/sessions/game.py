@@ -341,8 +341,9 @@ class Game:
 def _together(observed: Sequence[_Fields]) -> tuple[Any, Content | None]:
     """Return several observations as one, texts as lines; and as content, where the environment renders its own."""
     values = [observation_of(player["observation"]) for player in observed]
-    shown = [player[CONTENT] if CONTENT in player else rendered(value) for player, value in zip(observed, values, strict=True)]
-    content = joined(shown) if any(CONTENT in player for player in observed) else None
+    contents = [player.get(CONTENT) for player in observed]  # None also where the environment's `render` returned it
+    shown = [rendered(value) if content is None else content for content, value in zip(contents, values, strict=True)]
+    content = joined(shown) if any(content is not None for content in contents) else None
     if len(values) == 1:
         return values[0], content
     return "\n".join(values) if all(isinstance(value, str) for value in values) else values, content

@@ -194,6 +194,22 @@ def test_served_game_responds_at_a_players_turn_with_all_that_happened() -> None
     run_in_virtual_time(scenario())
 
 
+def test_served_game_observation_rendered_as_none_is_shown_as_it_is() -> None:
+    table: Any = Table([frozenset("a")], forfeit_ends=True)
+    table.render = lambda observation: None if observation.startswith("begin") else observation.upper()
+
+    async def scenario() -> None:
+        game = game_of(table)
+        for role in ROLES:
+            game.attach(role)
+        resets = {role: asyncio.create_task(send(game, role, "reset", {})) for role in ROLES}
+        assert "content" not in (await resets["a"])["data"]["metadata"]
+        assert (await send(game, "a", "step", {"text": "a 1"}))["data"]["metadata"]["content"] == "TURN 1"
+        assert (await resets["b"])["data"]["metadata"]["content"] == "begin b\nTURN 1"
+
+    run_in_virtual_time(scenario())
+
+
 def test_served_game_reset_asked_for_again_resets_nothing_and_is_answered_as_before() -> None:
     table = Table([frozenset("a"), frozenset("b")], forfeit_ends=True)
 
