@@ -48,12 +48,16 @@ class Games:
             return (await session.ask(payload)).payload
 
         game = Game(ask, roles, self._settings)
-        game.on_empty = lambda: self._table.end(session, "closed")
+
+        def end() -> None:
+            if session.game is game:  # else another connection has taken the session over
+                self._table.end(session, "closed")
 
         def over(error: SessionError) -> None:
             session.game = None  # a player that comes later gets another one
             game.close(error)
 
+        game.on_empty = end
         session.attach(over)
         return game
 

@@ -465,6 +465,16 @@ async def test_games_role_that_is_none_opens_no_session() -> None:
     assert len(sessions) == 0
 
 
+async def test_games_player_that_leaves_a_displaced_game_ends_no_session() -> None:
+    sessions, _ = table(FakeShard())
+    game = await Games(sessions, EnvironmentServiceSettings(), PlayedSpans({})).join("game", ("a",), "a")
+    session = await sessions.open("game", SessionOpening())
+    session.attach(ignored)
+    game.detach("a", returns=False)
+    await asyncio.sleep(0.01)
+    assert (len(sessions), game.is_empty) == (1, True)
+
+
 async def test_session_table_second_connection_displaces_the_first() -> None:
     sessions, _ = table(FakeShard())
     session = await sessions.open("a", SessionOpening())
