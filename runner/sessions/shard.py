@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import uvloop
@@ -50,13 +50,27 @@ _END_SECONDS = 3.0
 """Time that environments have to close when the process ends, and async ones also when their session does, in seconds."""
 
 
+class EnvironmentMetadata(TypedDict, total=False):
+    """Description of an environment for its clients; what follows the first two fields is beyond OpenEnv's protocol."""
+
+    name: str
+    description: str
+    system_prompt: str | None
+    tools: list[dict[str, Any]]
+    roles: list[str]
+    """Roles of several players. Left out: there is one; the fields below are left out, too."""
+    system_prompts: dict[str, str | None]
+    """Text of the system message of each role."""
+    forfeits: bool
+    """True if a player may forfeit."""
+
+
 class EnvironmentDescription(msgspec.Struct, frozen=True):
     """Facts about the environments of a server, as OpenEnv's routes have them."""
 
-    metadata: dict[str, Any]
-    """Name, description and, beyond the protocol, `system_prompt` and `tools`; of several players `roles` and what belongs to them."""
-    schema: dict[str, Any]
-    """JSON schemas of actions, observations and the state."""
+    metadata: EnvironmentMetadata
+    schema: dict[Literal["action", "observation", "state"], dict[str, Any]]
+    """JSON schemas."""
 
 
 class SessionShard(asyncio.Protocol):
@@ -274,7 +288,11 @@ def created(factory: Factory) -> Environment:
 
 
 async def description_of(environment: Environment) -> EnvironmentDescription:
-    """Return the description of an environment; its own `schemas` comes before ours."""
+    """Return the description of an environment; its own `schemas` comes before ours.
+
+    Raises:
+        EnvironmentsError: its roles, tools, prompts or schemas have another type, or are no JSON.
+    """
     name = type(environment).__name__
     roles = checked_list(f"{name}.roles", member(environment, ROLES))
     tools = checked_list(f"{name}.tools", await call_here(lambda: member(environment, "tools")))
@@ -293,7 +311,12 @@ async def description_of(environment: Environment) -> EnvironmentDescription:
     if roles:
         prompts = {role: await prompt_of(environment, role, call_here) for role in roles}
         metadata |= {ROLES: roles, "system_prompts": prompts, "forfeits": hasattr(environment, FORFEIT)}
-    return EnvironmentDescription(metadata, schema | (member(environment, "schemas") or {}))
+    own_schemas = member(environment, "schemas") or {}
+    try:  # in this process, whose error the server can show
+        facts = msgspec.to_builtins({"metadata": metadata, "schema": {**schema, **own_schemas}})
+        return msgspec.convert(facts, EnvironmentDescription)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise EnvironmentsError(f"{name} has a member of a wrong type: {error}. Fix roles, tools, system_prompt or schemas.") from None
 
 
 def _end(number: int, frame: FrameType | None) -> None:

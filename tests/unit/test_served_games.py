@@ -298,8 +298,8 @@ def test_served_game_of_a_lost_episode_has_ended_for_a_player_that_acts() -> Non
 
 
 async def test_description_of_an_environment_with_roles_has_each_roles_prompt() -> None:
-    metadata = (await description_of(Table([frozenset("a")], forfeit_ends=True))).metadata
-    assert (metadata["roles"], metadata["system_prompts"]["b"], metadata["forfeits"]) == (("a", "b", "c"), "You are b.", True)
+    metadata: Any = (await description_of(Table([frozenset("a")], forfeit_ends=True))).metadata
+    assert (metadata["roles"], metadata["system_prompts"]["b"], metadata["forfeits"]) == (["a", "b", "c"], "You are b.", True)
 
 
 async def test_game_whose_response_cannot_be_read_ends_for_all_players() -> None:

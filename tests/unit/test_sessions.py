@@ -257,6 +257,23 @@ async def test_description_of_tools_has_their_schema() -> None:
     assert (await description_of(adder)).schema["action"]["required"] == ["type", "tool_name", "arguments"]
 
 
+@pytest.mark.parametrize(
+    ("members", "place"),
+    [
+        ({"tools": ["search"]}, r"tools\[0\]"),
+        ({"system_prompt": 1}, r"system_prompt"),
+        ({"roles": [1, 2]}, r"roles\[0\]"),
+        ({"schemas": {"action": "text"}}, r"schema\[...\]"),
+        ({"schemas": {"actions": {}}}, r"actions"),
+    ],
+)
+async def test_description_of_members_of_another_type_is_refused(members: dict[str, Any], place: str) -> None:
+    adder: Any = Adder()
+    vars(adder).update(members)
+    with pytest.raises(EnvironmentsError, match=place):
+        await description_of(adder)
+
+
 @pytest.mark.parametrize("name", ["roles", "tools"])
 async def test_description_of_roles_or_tools_that_are_a_text_is_refused(name: str) -> None:
     adder: Any = Adder()
