@@ -27,19 +27,21 @@ class RexError(Exception):
         self.extra = extra or {}
 
 
+class RexSession(msgspec.Struct, frozen=True):
+    """Request for a shell that stays."""
+
+    session: str = "default"
+    session_type: Literal["bash"] = "bash"
+    startup_source: list[str] = []
+    """Files that the shell reads first."""
+    startup_timeout: float = 1.0
+
+
 class RexClosedSession(msgspec.Struct, frozen=True):
     """Request to end a shell."""
 
     session: str = "default"
     session_type: Literal["bash"] = "bash"
-
-
-class RexSession(RexClosedSession, frozen=True):
-    """Request for a shell that stays."""
-
-    startup_source: list[str] = []
-    """Files that the shell reads first."""
-    startup_timeout: float = 1.0
 
 
 class RexAction(msgspec.Struct, frozen=True, tag_field="action_type", tag="bash"):
