@@ -56,6 +56,7 @@ class Recipe:
     services: Callable[[Sequence[Row], argparse.Namespace, Path], tuple[Sequence[ServiceSpec], Mapping[str, str]]] | None = None
     """(all rows, arguments, directory of the run) -> services beside spangrad's, and variables that the agent finds in its environment."""
     options: Callable[[argparse.ArgumentParser], object] = lambda parser: None
+    """Adds the recipe's own options."""
     parser: str = ""
     """Tool parser of vLLM for the tiny model. Empty: the agent calls no tools."""
 

@@ -163,7 +163,7 @@ class Sandbox:
     ) -> tuple[int, asyncio.Future[int]]:
         """Start a program with these descriptors as its first ones; return its process inside, and the future of its exit code.
 
-        This process may close the descriptors afterwards; the second one can become the program's terminal. Others are as of `run`.
+        This process may close the descriptors afterwards; with `terminal` the second one becomes the terminal. Others are as of `run`.
 
         Raises:
             SandboxRequestError: it cannot be started.

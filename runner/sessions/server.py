@@ -50,7 +50,9 @@ def serve(settings: EnvironmentServiceSettings, commands: Mapping[str, ShardComm
 async def running(
     settings: EnvironmentServiceSettings, commands: Mapping[str, ShardCommand], shards: int, capacity: int
 ) -> AsyncGenerator[str]:
-    """Serve environments for as long as the block, each with so many shards and sessions; a single one at the root as well. Yield the URL.
+    """Serve environments, by name, for as long as the block; a single one at the root as well. Yield the URL.
+
+    `shards` is the number of processes of each environment, `capacity` the largest number of its sessions.
 
     Raises:
         EnvironmentsError: an environment cannot be created.

@@ -91,7 +91,10 @@ async def running(settings: Settings, policy: SandboxPolicy, parent: Context) ->
 
 
 def rex_server(runtime: RexRuntime, host: str, port: int, key: str | None, parent: Context) -> HttpServer:
-    """Return a server of a runtime; each request needs the key, if there is one. `parent` is the context of actions that name none."""
+    """Return a server of a runtime; port 0: a free one.
+
+    Each request needs the key, if there is one. `parent` is the context of actions whose requests name none.
+    """
     middlewares = [*site_guards(key, "tools", _refusal), _guard(key), _Answers().answer]
     application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES)
     application.add_routes(_routes(runtime, parent))

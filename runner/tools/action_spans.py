@@ -34,7 +34,8 @@ class ActionSpans:
     ) -> Generator[Callable[[str, bool], None]]:
         """Open the span of an action for as long as the block; what is yielded takes the action's text, and whether it failed.
 
-        The arguments are JSON; `call_id` is that of the model's call. `parent` is the context in which it was asked for, None: this one.
+        The arguments are JSON; `call_id` is that of the model's call, None: it has none. `parent` is the context of the request, None: the
+        current one.
         """
         attributes = {
             semconv.GEN_AI_OPERATION: "execute_tool",

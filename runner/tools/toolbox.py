@@ -82,7 +82,10 @@ class ToolOutcome:
 
 
 class Toolbox:
-    """Tools in one sandbox; `open_toolbox` makes it. A method whose action fails raises ToolFailedError, with the text for the model."""
+    """Tools in one sandbox, each a method; `open_toolbox` makes it.
+
+    A tool whose action fails raises ToolFailedError, with the text for the model; `act` and `call` return that text.
+    """
 
     def __init__(
         self, sandbox: OpenSandbox, shell: ToolSession | RemoteShell, sessions: AsyncExitStack, provider: trace.TracerProvider | None = None
@@ -181,7 +184,7 @@ class Toolbox:
         return f"wrote {path}"
 
     async def replace_in_file(self, path: str, old: str, new: str) -> str:
-        """Replace the one occurrence of a text, in a file of `MOST_BYTES` at most."""
+        """Replace the one occurrence of a text, in a file of `MOST_BYTES` at most; another number of occurrences is a failure."""
         text, is_whole = await self._text(path)
         if not is_whole:
             raise ToolFailedError(f"{path} has more than {MOST_BYTES} bytes: change it by a command; nothing is changed")

@@ -76,7 +76,10 @@ def is_environment_class(value: object) -> TypeGuard[Callable[[], Environment]]:
 
 
 class EnvironmentCalls:
-    """Calls of one environment. They raise EnvironmentsError where it returns what the protocol has not, such as an infinite reward."""
+    """Calls of one environment.
+
+    Each raises EnvironmentsError where the environment returned what the protocol does not allow, such as an infinite reward.
+    """
 
     def __init__(self, environment: Environment, thread: ThreadPoolExecutor | None = None) -> None:
         """Store an environment; `thread` is the pool of one thread in which it was created, None: any thread.
@@ -224,7 +227,7 @@ def checked_list(name: str, value: Any) -> Sequence[Any]:
 
 
 def checked_turn(name: str, acting: Any, roles: Sequence[str]) -> Sequence[str]:
-    """Return the roles whose turn it is, of what the method `acting` of an environment of this class name returned: a role, or several.
+    """Return the roles whose turn it is; `acting` is what the method of that name returned, a role or several, `name` that of its class.
 
     Raises:
         EnvironmentsError: they are no roles of it.
