@@ -88,16 +88,13 @@ def most_held(settings: TrainerSettings) -> int:
 def oldest_first(ready: Sequence[Group], checked: Mapping[Group, int]) -> list[Group]:
     """Return those of the ready groups that may be trained, in the order in which batches take them.
 
-    `checked` has the oldest version that answered a call of each group that may be trained.
+    `checked` has the oldest version that answered a call of each group that may be trained; of equal ones the first in `ready` comes first.
     """
     return sorted((group for group in ready if group in checked), key=checked.__getitem__)
 
 
 class BatchQueue:
-    """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready.
-
-    What skips groups raises TrainerError where too many groups of the run have failed (trainer.alarms.max_failed_share).
-    """
+    """Takes batches of sound groups, in the order of their oldest versions, then of when they became ready."""
 
     def __init__(
         self, settings: TrainerSettings, branch: WorkingBranch, clock: Clock, on_stale: Callable[[], None], of_phases: PhaseSkips
@@ -126,7 +123,11 @@ class BatchQueue:
         """Groups that were ready, and not used yet, when a batch was last requested."""
 
     def look(self, source: GroupReader, head: LedgerVersion) -> None:
-        """Load and check the oldest ready groups that were not yet, and skip those that may not be trained."""
+        """Load and check the oldest ready groups that were not yet, and skip those that may not be trained.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
+        """
         self._judge_again(source.build_spec, head)
         polled, waiting = self._groups.poll(source), self._waiting()
         self._free_unused(polled)
@@ -151,6 +152,9 @@ class BatchQueue:
 
         Returns:
             None: too few are ready.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         began = time.time_ns()
         self._under_way = set()
@@ -170,7 +174,10 @@ class BatchQueue:
     def refuse(self, error: BadRowsError, groups: Sequence[Group], rows: Sequence[int], head: LedgerVersion) -> None:
         """Skip the groups of the rows that failed in a step; where no row is named, all groups of the batch, as `not_finite`.
 
-        Each of the batch's `rows` is the number of its group among `groups`; -1: of none.
+        For each row of the batch, `rows` has the number of its group among `groups`; -1: it is of none.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
         """
         skips: dict[Group, Skip] = {}
         for row, reason in error.rows.items():
@@ -179,7 +186,11 @@ class BatchQueue:
         self._skip(skips or dict.fromkeys(groups, Skip(SkipReason.NOT_FINITE, str(error))), head)
 
     def skip_claimed(self, groups: Mapping[Group, str], head: LedgerVersion) -> None:
-        """Skip groups of which a rollout is in a batch already."""
+        """Skip groups of which a rollout is in a batch already, given a sentence about each.
+
+        Raises:
+            TrainerError: too many groups of the run have failed (trainer.alarms.max_failed_share).
+        """
         self._skip(already_trained(groups), head)
 
     def forget(self, batch: Loaded) -> None:

@@ -40,6 +40,8 @@ def find_skips(
 ) -> dict[Group, Skip]:
     """Find the groups that the settings' trainer does not train now; of several reasons the first in the order of `SkipReason` is given.
 
+    A group that versions of other phases played, or that is trained already, is given that reason where it has no other.
+
     Args:
         groups: ready groups, all of them loaded.
         loaded: their rollouts and transitions; newest revisions only.
