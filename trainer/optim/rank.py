@@ -106,7 +106,11 @@ class Rank:
 
     @on_every_rank
     def hold_weights(self, directory: Path) -> None:
-        """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective."""
+        """Hold a checkpoint's weights as those of the version before the trained one; weights held already are older; collective.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
         engine = self._engine(ModelRole.POLICY)
         own = snapshots.take(engine, moments=False)
         try:
@@ -117,7 +121,11 @@ class Rank:
 
     @on_every_rank
     def load_weights(self, directory: Path) -> None:
-        """Do `VerlOptimizer.load_weights`; collective."""
+        """Give the policy the weights of a checkpoint's directory, and leave all else as it is; collective.
+
+        Raises:
+            CheckpointError: the directory lacks a trained parameter.
+        """
         module = self._engine(ModelRole.POLICY).module
         parts = list(held_parts(module, {name for name, value in module.named_parameters() if value.requires_grad}))
         with WeightFiles(directory) as files:
@@ -257,9 +265,15 @@ class Rank:
 
     @on_every_rank
     def load_state(self, directory: Path) -> Any:
-        """Do `VerlOptimizer.load_state`, by this rank's shards; collective. Return the random state that mini-batches are drawn from.
+        """Read this rank's shards of the state that any number of workers wrote; collective.
 
-        Rates and betas are as set. An error is raised on every rank, and nothing has changed.
+        A critic that it lacks starts untrained; rates and betas are as set.
+
+        Returns:
+            The random state that mini-batches are drawn from.
+
+        Raises:
+            CheckpointError: the files are missing or damaged, or have other adapters than the settings; on every rank, and nothing changed.
         """
         files, settings, policy = directory / checkpoint.STATE, self._settings, self._engine(ModelRole.POLICY)
         held = sharded_state.entries(files)
@@ -283,7 +297,11 @@ class Rank:
 
     @on_every_rank
     def load_adapters(self, directory: Path) -> None:
-        """Do `VerlOptimizer.load_adapters`, by this rank's shards; collective."""
+        """Give the policy the adapters of a state that any number of workers wrote, and leave all else as it is; collective.
+
+        Raises:
+            CheckpointError: as `load_state`.
+        """
         files, module = directory / checkpoint.STATE, self._engine(ModelRole.POLICY).module
         held = sharded_state.entries(files)
         self._facts_of(files, held)

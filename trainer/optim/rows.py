@@ -94,7 +94,7 @@ def unpadded(columns: dict[str, Any], flags: dict[str, Any]) -> Any:
 def by_response(output: Any, batch: Batch) -> NDArray[np.float32]:
     """Return an output of a forward pass for the sampled tokens, of the batch's shape [rows, response]; 0 elsewhere.
 
-    It is jagged over the batch's tokens, row by row; at each position that of the next token.
+    The output is jagged over the batch's tokens, row by row; at each position it has the value of the next token.
     """
     flat = (output.values() if output.is_nested else output.reshape(-1)).float().cpu().numpy()
     width = batch.prompts.shape[1]

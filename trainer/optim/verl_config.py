@@ -70,6 +70,8 @@ class Derived(NamedTuple):
 def compose(model: Path, settings: TrainerSettings, device: str, objective: Objective | None = None) -> Any:
     """Return verl's configuration of a trainer, or a run over files, whose interpolations are resolved where they are read.
 
+    What trainer.verl sets is applied last.
+
     Raises:
         SettingsError: a key of trainer.verl is this project's, or verl has no such key, or no such value.
     """

@@ -64,7 +64,8 @@ def _host_copy(value: Any, *, copy: bool) -> Any:
 def write(directory: Path, state: Mapping[str, Any], group: Any) -> None:
     """Write this rank's shards, and have them on the disk; collective. What all ranks hold alike is written by one.
 
-    The directory is made, in one that exists. Tensors are in main memory, as is `group` of all ranks, which nothing else uses meanwhile.
+    The directory is made, in one that exists. Tensors are in main memory. `group` is of all ranks (`new_group`), and nothing else uses it
+    meanwhile.
 
     Raises:
         OSError: a rank could not write; raised on every rank.
@@ -94,7 +95,7 @@ def entries(directory: Path) -> dict[str, StoredTensor | None]:
 
 
 def read(directory: Path, state: dict[str, Any], group: Any) -> None:
-    """Read what `write` wrote into tensors, which hold this rank's shards, and in the place of None other values; collective.
+    """Fill the tensors of `state` with this rank's shards of what `write` wrote, and give names with None their values; collective.
 
     Raises:
         CheckpointError: it cannot be read; raised on every rank.
