@@ -60,7 +60,7 @@ def role_metrics(transitions: pl.DataFrame, weights: Mapping[str, float]) -> dic
     """Return `roles_cancel`: 1 where the returns of every group agree though what its roles earned differs, else 0.
 
     Nothing where fewer than two roles have rewards, or fewer than four rollouts differ in what a role earned. Transitions are whole groups,
-    with the rewards that the trainer counts.
+    with the rewards that the trainer counts; `weights` are the factors of rewards by name, 1 for a name that is not listed.
     """
     roles = _named(transitions)
     if len(roles) < 2:

@@ -58,7 +58,7 @@ class Batch:
     reference_logprobs: NDArray[np.float32] | None = None
     """Logprobs (nats) of the sampled tokens under the reference weights. None: the loss has no KL term against a reference."""
     call_rewards: NDArray[np.float64] | None = None
-    """Reward of each row's call, where the estimator works by token. None: advantages are known."""
+    """Reward of each row's call (`trainer.data.chains`), where the estimator works by token. None: advantages are known."""
     values: NDArray[np.float32] | None = None
     """Values of the sampled tokens, by the critic at the step's start. None: there is no critic."""
     returns: NDArray[np.float32] | None = None

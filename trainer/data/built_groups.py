@@ -91,7 +91,10 @@ class BuiltGroups:
     """Whole groups of one run and build specification that were not released."""
 
     def __init__(self, rows: Rows, as_of: Any = None, *, greedy: bool = False) -> None:
-        """Read nothing yet; rows after the time `as_of` are left out, and with `greedy` a group is whole only with its greedy rollout."""
+        """Read nothing yet; with `greedy` a group is whole only with its greedy rollout.
+
+        Rows after `as_of`, a datetime, are left out. None: none are.
+        """
         self._rows = rows
         self._as_of = as_of
         self._greedy = greedy
@@ -231,7 +234,8 @@ class BuiltGroups:
 def whole_groups(members: Iterable[BuiltRow], *, greedy: bool = False) -> dict[Key, int]:
     """Return the groups that are whole by their members, and the time at which each became so, in microseconds.
 
-    Members are a row a rollout, in every mode; those of size 0 do not count. A greedy rollout, where it is needed, is none of the size.
+    Members are a row a rollout, in every mode; those of size 0 do not count. With `greedy` a group is whole only with its greedy rollout,
+    which is not one of its size.
     """
     groups: dict[Key, list[BuiltRow]] = {}
     for row in members:

@@ -70,7 +70,7 @@ class ConsumedGroups:
 
 
 def usable(settings: TrainerSettings, steps: int) -> int:
-    """Return the groups that can be used after so many steps beyond the consumed ones: a batch a version within the staleness bound."""
+    """Return the number of groups usable beyond consumed ones after so many steps: a batch a version within the staleness bound."""
     batches = settings.sampling.max_staleness + 1
     if settings.max_steps:
         batches = min(batches, max(settings.max_steps - steps, 0))
@@ -78,7 +78,7 @@ def usable(settings: TrainerSettings, steps: int) -> int:
 
 
 def in_flight(settings: TrainerSettings, consumed: ConsumedGroups, ready: int = 0) -> int:
-    """Return the groups needed beyond those that are consumed: ready ones, and others, of which the filter will leave what is missing.
+    """Return the number of groups needed beyond consumed ones: ready ones, and others, of which the filter will leave what is missing.
 
     The share that it leaves is (t + F) / (t + s + F) after t trained and s filtered groups, F being the usable ones, and 1/3 at least.
 
@@ -206,7 +206,10 @@ class DemandReporter:
         self._outage = Outage("the queue")
 
     def call(self, ready: int = 0) -> None:
-        """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later."""
+        """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later.
+
+        Ready groups are those of `in_flight`.
+        """
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
             return

@@ -121,8 +121,8 @@ def trained_attempts(database: LedgerDatabase, policy: str, branch: str, begun: 
     """Return every rollout's attempt that a branch has trained, in batches of rollouts or of files.
 
     What a step under way trains does not count: it may be undone. Once it is committed, the branch has another head, from which a run over
-    files is planned anew. Nor do the rollouts of the batches that trained the examples of `begun`, a batch of a run that is resumed; a run
-    that began again after a rollback has other examples, and what it had trained before counts.
+    files is planned anew. Nor do the rollouts of the batches that trained the examples of `begun`, a batch of a run that is resumed (None:
+    no run is); a run that began again after a rollback has other examples, and what it had trained before counts.
     """
     attempts: set[AttemptKey] = set()
     leased = sa.select(LEASES.c.batch_id)

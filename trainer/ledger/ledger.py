@@ -63,7 +63,8 @@ class Ledger:
     ) -> None:
         """Open the ledger in trainer.directory or at a database's URL (trainer.ledger_url), making it when there is none.
 
-        A lease holds `lease_seconds` unrenewed, of this process unless another `holder` is named; skips depend on `settings`.
+        A lease holds `lease_seconds` unrenewed, of this process unless another `holder` is named; skips depend on `settings` (None: the
+        defaults).
 
         Raises:
             LedgerError: there is no such database.

@@ -56,7 +56,7 @@ class Renderer:
         self._model = model
 
     def conversation(self, messages: Sequence[Message], trained: Sequence[bool], tools: Sequence[Any] | None) -> list[TokenSequence]:
-        """Return messages in OpenAI's format as sequences; those after the last trained reply are left out.
+        """Return messages in OpenAI's format as sequences; messages after the last trained reply, which `trained` marks, are left out.
 
         Raises:
             UnfitRowError: the template refuses the messages, or renders a reply differently than a model would have sampled it.
