@@ -93,6 +93,8 @@ def with_fakes(*, fails_at: int | None = None) -> list[FakeFileOptimizer]:
     return optimizers
 
 
+STORE = training._store
+"""The store of a run, before fakes take its place."""
 ROWS = [tokens(number, 2, **meta(f"r{number}", f"g{number}")) for number in (3, 5, 7, 9)]
 WHOLE = 3 * (3 + 5 + 7 + 9)
 """The weight once three epochs of ROWS are trained."""
@@ -198,6 +200,14 @@ def test_finetune_failed_run_resumes_at_last_version(tmp_path: Path, base: Path,
     assert [version.version for version in finetuned(chosen, file).versions] == [3, 4]
     assert len(resumed[0].steps) == 4
     assert weight_of(chosen) == WHOLE
+
+
+def test_finetune_error_without_store_has_no_context(tmp_path: Path, base: Path, file: Path, monkeypatch: pytest.MonkeyPatch):
+    with_fakes(fails_at=1)
+    monkeypatch.setattr(training, "_store", STORE)
+    with pytest.raises(RuntimeError, match="caught fire") as failure:
+        finetuned(settings(base, tmp_path / "policies"), file)
+    assert failure.value.__context__ is None, "the store that did not answer is not its cause"
 
 
 def test_finetune_signal_ends_between_steps(tmp_path: Path, base: Path, file: Path):

@@ -296,7 +296,7 @@ class _Run:
             time.sleep(self.settings.trainer.poll_seconds)
 
     def _copy(self) -> None:
-        """Copy new rows of the ledger to the store; what fails the next run on the branch copies."""
+        """Copy new rows of the ledger to the store; rows that cannot be copied now are copied by the next run on the branch."""
         if self.client:
             try:
                 Mirror(self.client, self.settings.store, self.ledger).catch_up()
@@ -328,11 +328,13 @@ def _means(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 @contextmanager
 def _store(settings: Settings) -> Generator[Client | None]:
     """Connect to the span store. None: it does not answer."""
+    client = None
     try:
         client = connect(settings.store, consistent=True)
     except StoreError as error:
         logger.warning("the ledger is not copied to the store now: %s", error)
-        yield None
-        return
-    with closing(client):
+    try:  # outside of `except`: an error of the run does not follow from the store's
         yield client
+    finally:
+        if client:
+            client.close()
