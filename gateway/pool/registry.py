@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from pydantic import SecretStr
 
 from spangrad.errors import JSON_ERRORS, GatewayError
 from spangrad.processes import make_private
@@ -43,7 +44,9 @@ class RegisteredBackend(msgspec.Struct, frozen=True):
     @property
     def settings(self) -> BackendSettings:
         """Return the backend's settings."""
-        return BackendSettings(**{name: getattr(self, name) for name in RegisteredBackend.__struct_fields__})
+        # A secret before it is checked: pydantic's error shows the value that it refuses.
+        key = SecretStr(self.key) if self.key is not None else None
+        return BackendSettings(url=self.url, policy=self.policy, kind=self.kind, key=key, limit=self.limit, model=self.model)
 
 
 class BackendRegistry:

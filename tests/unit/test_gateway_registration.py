@@ -205,6 +205,14 @@ def test_registry_that_is_damaged_raises_with_remedy(tmp_path: Path) -> None:
             registry.read()
 
 
+def test_registry_error_hides_key(tmp_path: Path) -> None:
+    damaged = [{"url": "http://engine", "key": "secret-key\n of two lines"}]
+    (tmp_path / FILE).write_text(json.dumps(damaged))
+    with pytest.raises(GatewayError, match=r"a token is one line") as caught:
+        BackendRegistry(tmp_path).read()
+    assert "secret-key" not in str(caught.value)
+
+
 def test_registry_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     BackendRegistry(tmp_path / "file").write([])
