@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import msgspec
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -34,6 +34,20 @@ _REPLACED = {semconv.INPUT_LENGTHS, semconv.OUTPUT_LENGTHS}
 _Json = dict[str, Any]
 
 
+class Tokenizer(Protocol):
+    """Interface of transformers' tokenizers, as far as it is used here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def apply_chat_template(
+        self, conversation: Sequence[_Json], *, tools: Sequence[_Json] | None, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        """Return the text of a conversation, as the model reads it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Texts:
     """Texts of a call: its prompts and answers."""
@@ -48,8 +62,8 @@ class _Texts:
 class Retokenizer:
     """Adds token ids to spans that came without them."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
-        """Wrap a tokenizer of transformers'; `name` is the hash of its directory."""
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        """Wrap a loaded tokenizer; `name` is the hash of its directory."""
         self._tokenizer = tokenizer
         self._name = name
         self._readers: Mapping[str, Callable[[_Json, _Json], _Texts]] = {
@@ -147,7 +161,7 @@ def load(directory: Path) -> Retokenizer:
         raise GatewayError(f"{unusable}: {error}") from None
     if not tokenizer.chat_template:
         raise GatewayError(f"gateway.retokenize = {str(directory)!r} holds no chat template. Put its chat_template.jinja there.")
-    return Retokenizer(tokenizer, name)
+    return Retokenizer(cast("Tokenizer", tokenizer), name)
 
 
 def _completions(request: _Json, response: _Json) -> _Texts:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +100,10 @@ def _of_lines(path: Path) -> Iterator[tuple[int, str, object]]:
 
 
 def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
-    pl = _library(str(path), "polars")
+    try:
+        import polars as pl
+    except ImportError:
+        raise _missing(str(path), "polars") from None
     try:
         frame = pl.read_parquet(path)
     except (pl.exceptions.PolarsError, OSError) as error:
@@ -110,7 +112,7 @@ def _of_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
-    datasets = _library(source, "datasets")
+    datasets = _library(source)
     try:
         dataset = datasets.load_from_disk(str(directory))
     except Exception as error:
@@ -127,7 +129,7 @@ def _of_directory(source: str, directory: Path, split: str) -> Iterable[object]:
 
 
 def _of_hub(source: str, name: str, config: str | None, split: str) -> Iterable[object]:
-    datasets = _library(source, "datasets")
+    datasets = _library(source)
     if not name:
         raise AgentError(f"{source!r} names no dataset. Give hf:OWNER/NAME or hf:OWNER/NAME:SPLIT.")
     try:
@@ -139,12 +141,16 @@ def _of_hub(source: str, name: str, config: str | None, split: str) -> Iterable[
         ) from None
 
 
-def _library(source: str, package: str) -> Any:
+def _library(source: str) -> Any:
     try:
-        return import_module(package)
+        import datasets
     except ImportError:
-        message = f"{source} needs the package {package}. Install it (pip install 'spangrad-server[data]'), or give JSON lines."
-        raise AgentError(message) from None
+        raise _missing(source, "datasets") from None
+    return datasets
+
+
+def _missing(source: str, package: str) -> AgentError:
+    return AgentError(f"{source} needs the package {package}. Install it (pip install 'spangrad-server[data]'), or give JSON lines.")
 
 
 def _first_line(error: Exception) -> str:
