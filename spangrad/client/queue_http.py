@@ -128,10 +128,10 @@ def state_demand(queue: QueueSettings, run_id: str, demand: DemandRequest) -> De
     """
     if queue.url is None:
         raise QueueError("queue.url is not set: there is no queue to ask.")
+    path = f"/v1/runs/{quote(run_id, safe='')}/demand"
     client = QueueHttp(queue.url, queue.token, run_id, retry_seconds=0, answer_seconds=_DEMAND_SECONDS)
-    response = client.ask("PUT", "/demand", msgspec.json.encode(demand))
+    response = client.ask("PUT", path, msgspec.json.encode(demand))
     try:
         return msgspec.convert(response, DemandState)
     except msgspec.ValidationError as error:
-        what = f"PUT /v1/runs/{run_id}/demand with something else than a demand"
-        raise QueueError(f"{client.url} answers {what} ({error}). Is it the queue's?") from error
+        raise QueueError(f"{client.url} answers PUT {path} with something else than a demand ({error}). Is it the queue's?") from error
