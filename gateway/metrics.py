@@ -67,7 +67,8 @@ class GatewayMetrics(Collector):
     ) -> None:
         """Count a call that has ended, and whose span is recorded.
 
-        `policy` answered or was to answer; `error` is the span's `error.type`. Texts are empty where there is no such thing.
+        `policy` answered or was to answer; `dialect` is its path; `error` is the span's `error.type`. Texts are empty where there is no
+        such thing. Tokens are those of all prompts and choices; seconds count from the call's beginning. None: no byte of an answer came.
         """
         self.in_flight -= 1
         self._recorded.inc()

@@ -46,6 +46,7 @@ def write_zero_adapter(engine: EngineSettings, model: Path) -> None:
 
 
 def _layers(file: Path) -> list[tuple[str, list[int]]]:
+    """Return the name and shape of each layer in a file that can be adapted."""
     try:
         header, _ = read_header(file)
         return [

@@ -143,6 +143,7 @@ def tls_context(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 
 def _callers(settings: GatewaySettings) -> dict[bytes, ClientSettings]:
+    """Return the callers by the hash of their token."""
     callers = _with_agents(settings.token, FULL_ACCESS) if settings.token else {}
     names: set[str] = set()
     for client in settings.clients:

@@ -215,6 +215,7 @@ class Calls:
             return _failed(exchange, status, kind, message)
 
     def _time_over(self, attempt: AttemptKey | None) -> tuple[int, str, str]:
+        """Return status, message and type of the error for a request whose time limit is over."""
         if closed := self._counts.closed(attempt):
             return 410, closed.message(), ATTEMPT_CLOSED
         return 504, f"no whole answer within gateway.request_timeout_seconds = {self._seconds:g}.", "timeout"
@@ -320,6 +321,7 @@ def _request_body(request: ClientRequest, lease: BackendLease, more: Mapping[str
 
 
 def _read_whole(facts: CallFacts, body: bytes) -> bytes:
+    """Read a whole answer; return what the client gets of it."""
     try:
         facts.answer, body = facts.request.dialect.read(body, facts.request)
     except JSON_ERRORS as error:

@@ -146,7 +146,10 @@ class Counts:
         return None
 
     def end(self, attempt: AttemptKey | None, *, overflowed: bool = False, tokens_out: int = 0) -> None:
-        """Note that a call's span is queued; `overflowed`: the engine refused it for the length of its prompt."""
+        """Note that a call's span is queued.
+
+        `overflowed`: the engine refused the call for the length of its prompt. `tokens_out`: tokens that an engine has generated for it.
+        """
         if attempt is not None:
             tally = self._tallies[attempt]
             tally.in_flight -= 1

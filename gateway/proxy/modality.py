@@ -25,7 +25,10 @@ _ESCAPED = re.compile(rb"\\u00[67]")
 
 
 def modality(request: ClientRequest, answer: bytes | None) -> str:
-    """Return the kinds of content of a call that are not text, joined by commas in alphabetical order, such as `audio,image`."""
+    """Return the kinds of content of a call that are not text, joined by commas in alphabetical order, such as `audio,image`.
+
+    `answer` is whole JSON, also where it came as a stream. None: there is none.
+    """
     # The conversation is what the dialect left raw.
     conversation = [bytes(value) for value in request.fields.values() if isinstance(value, msgspec.Raw)]
     contents = _decoded(conversation if answer is None else [*conversation, answer])

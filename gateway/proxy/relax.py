@@ -39,7 +39,8 @@ def relax(request: ClientRequest, names: Iterable[Relaxation]) -> tuple[ClientRe
     """Relax a client's request.
 
     Returns:
-        The request for the engine, which keeps the client's own bytes in `client_raw`, and those of `names` that changed something.
+        The request for the engine, which keeps the client's own bytes in `client_raw`, and those of `names` that changed something, in
+        their order.
     """
     fields, applied = request.fields, list[Relaxation]()
     for name in names:

@@ -49,7 +49,9 @@ class SpanExporter:
         instance_id: str,
         complete: Callable[[Sequence[bytes]], list[bytes]] | None = None,
     ) -> None:
-        """Take over the spill with what an earlier gateway left, and begin to send; `complete` adds to spans before, in a thread.
+        """Take over the spill with what an earlier gateway left, and begin to send.
+
+        `complete` adds to spans before they are sent, in a thread. None: they are sent unchanged.
 
         Raises:
             GatewayError: another gateway owns `gateway.spill_path`, or it cannot be written.
@@ -186,6 +188,7 @@ class SpanExporter:
             await self._deliver(self._batch())
 
     async def _read_back(self) -> None:
+        """Fill the empty queue from the disk."""
         extent = self._spill.extent(self._read)
         try:
             if extent.end - extent.begin <= QUICK_READ_BYTES:

@@ -212,6 +212,7 @@ def frames(data: bytes) -> tuple[list[tuple[bytes, int]], int, int]:
 
 
 def _first_frame(data: bytes) -> int:
+    """Return the number of bytes of the first frame, header included."""
     return _HEADER.size + (_HEADER.unpack_from(data)[0] if len(data) >= _HEADER.size else 0)
 
 

@@ -108,6 +108,7 @@ def _placed_by(module: Any, slot: int, weights: Any, names: list[str]) -> Tensor
 
 
 def _named_matrices(modules: list[str], weights: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield A and B of an adapter's modules under PEFT's names."""
     for suffix, matrices in ((A, weights.lora_a), (B, weights.lora_b)):
         for module, matrix in zip(modules, _listed(matrices), strict=True):
             if matrix is not None:

@@ -143,6 +143,8 @@ def with_base_of(adapter: EngineSums, held: EngineSums | None) -> EngineSums:
 def refusal_of(backend: Backend, path: Path, sender: SenderAddress | None) -> str:
     """Return the reason why an engine cannot load a release; empty: it can, or the engine was never reached.
 
+    The release is read from its directory, or is sent where there is a sender.
+
     Raises:
         CheckpointError: an adapter's configuration cannot be read.
     """

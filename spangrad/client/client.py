@@ -169,7 +169,14 @@ class Client:
     def validate(
         self, agent: Callable[..., Any], *, n_workers: int = 1, evaluator: Reference | None = None, environment: Reference | None = None
     ) -> RolloutSummary:
-        """Run the test data once, in mode `validate`: measured, never trained. It takes arguments and raises errors as `train` does."""
+        """Run the test data once, in mode `validate`: measured, never trained. The arguments are those of `train`.
+
+        Raises:
+            AgentError: as `train`.
+            QueueError: as `train`.
+            SettingsError: as `train`.
+            PromptError: as `train`.
+        """
         work = self._work(agent, evaluator, environment)
         self._required_data(TEST)
         sampling_of(self.settings.runner, Mode.VALIDATE)  # as the next line, raises before workers start

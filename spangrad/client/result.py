@@ -106,7 +106,13 @@ class ProgressLine:
     """Display of progress; a context manager."""
 
     def __init__(self, what: str, total: int | None, stream: TextIO | None = None) -> None:
-        """Show the progress of an activity on a stream, by default on standard error; `total` is its number of rollouts, where known."""
+        """Store the arguments; nothing is shown yet.
+
+        Args:
+            what: name of the activity.
+            total: number of rollouts. None: it is unknown.
+            stream: stream to write to. None: standard error.
+        """
         self._what = what
         self._total = total
         self._stream = stream or sys.stderr

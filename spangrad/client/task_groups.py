@@ -34,7 +34,9 @@ def group_of(task: Task, run_id: str, mode: Mode, size: int, *, group_id: str, i
 
 
 def queued(rollout: Rollout, settings: Settings, pinned: PromptVersion | None = None, *, priority: int = 0) -> NewRollout:
-    """Convert a rollout to the queue's form, pinned to a prompt version where its task names none.
+    """Convert a rollout to the queue's form, pinned to `pinned`, if any, where its task names no prompt version.
+
+    Rollouts with the highest priority go first.
 
     Raises:
         SettingsError: `sampling_of` raises it.

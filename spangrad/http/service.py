@@ -147,7 +147,7 @@ class Retries:
     """Tries of one request: exponential back-off with jitter, unless the server names the pause."""
 
     def __init__(self, service: RemoteService, method: str, path: str, retry_seconds: float | None = None) -> None:
-        """Begin the time for retries of a request, in seconds. None: the service's time."""
+        """Begin the time for retries of a request: so many seconds. None: those of the service."""
         self._service, self._method, self._path = service, method, path
         self._end = time.monotonic() + (service.retry_seconds if retry_seconds is None else retry_seconds)
         self._failures = 0
