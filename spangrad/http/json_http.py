@@ -51,19 +51,24 @@ def ask(service: RemoteService, method: str, path: str, body: Mapping[str, objec
 
 
 def status_of(url: str, seconds: float = 2.0) -> int | None:
-    """Return the status of a GET without user and password, 0 where TLS fails. None: there is no whole response."""
-    return answer_of(url, seconds)[0]
+    """Return the status of a GET without user and password, 0 where TLS fails; waits for no body. None: there is no whole response."""
+    return _get(url, seconds)[0]
 
 
 def answer_of(url: str, seconds: float = 2.0) -> tuple[int | None, str]:
     """Return the status of a GET, as `status_of` does, and the reason with which it is refused; empty: it is not."""
+    status, error = _get(url, seconds)
+    return status, "" if error is None else RequestError.of_response(error.code, _body(error), None, str(error.reason)).reason
+
+
+def _get(url: str, seconds: float) -> tuple[int | None, urllib.error.HTTPError | None]:
     try:
         with urllib.request.urlopen(without_userinfo(url), timeout=seconds) as response:
-            return response.status, ""
+            return response.status, None
     except urllib.error.HTTPError as error:
-        return error.code, RequestError.of_response(error.code, _body(error), None, str(error.reason)).reason
+        return error.code, error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return 0 if isinstance(getattr(error, "reason", None), SSLError) else None, ""
+        return 0 if isinstance(getattr(error, "reason", None), SSLError) else None, None
 
 
 def text_of(url: str, seconds: float = 2.0, token: str | None = None) -> str | None:

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,16 @@ def test_status_of_returns_the_status_or_none(answers: list[bytes], url: str) ->
     assert [status_of(url), status_of(url)] == [404, 200]
     assert status_of(url.replace("//", "//user:password@")) == 200
     assert status_of("http://127.0.0.1:9") is None
+
+
+def test_status_of_refusal_without_body_does_not_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
+        status = threads.submit(status_of, f"http://127.0.0.1:{server.getsockname()[1]}", seconds=30)
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(BUSY)
+            assert status.result(10) == 503
 
 
 @pytest.mark.parametrize("send", [blocking, awaited])
