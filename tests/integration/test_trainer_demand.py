@@ -205,12 +205,12 @@ def test_demand_state_over_http_is_checked(queue: Queue):
     for answer, message in (
         ((401, b'{"error": "no token"}'), r"the queue at .* refuses PUT .*/demand \(401\): no token"),
         ((502, b"<html>"), r"\(502\): <html>"),
-        ((200, b'{"groups": 1}'), r"answers PUT .*/demand with something else than a demand \(.*missing required field `enqueued`\)"),
+        ((200, b'{"groups": 1}'), r"PUT .*/a%20run%2F1/demand with something else than a demand \(.*missing required field `enqueued`\)"),
         ((200, b"<html>"), "does not answer"),
     ):
         queue.answer = answer
         with pytest.raises(QueueError, match=message):
-            state_demand(there, "run", request)
+            state_demand(there, "a run/1", request)
     with pytest.raises(QueueError, match=r"queue\.url is not set"):
         state_demand(QueueSettings(), "run", request)
 
