@@ -16,7 +16,7 @@ from backports import zstd
 SUPPORTED = ("gzip", "deflate", "lz4", "zstd")
 _PIECE = 1 << 20
 """Most bytes that are taken from a stream at once."""
-_SLICE = io.DEFAULT_BUFFER_SIZE
+_SLICE = 1 << 13
 """Bytes that are passed to a stream at once: it copies the rest of them that is behind its end, however short it was itself."""
 
 
@@ -75,12 +75,10 @@ def _pieces(body: bytes, encoding: str) -> Iterator[bytes]:
         case "deflate":
             # By the standard zlib's format; some senders leave its header out.
             return _inflated(body, zlib.MAX_WBITS if _has_zlib_header(body) else -zlib.MAX_WBITS)
-        case "lz4" | "zstd" if not body:
-            return iter(())
         case "lz4":
-            return _read(lz4.frame.LZ4FrameFile(io.BytesIO(body)))
+            return _unframed(body, lz4.frame.LZ4FrameDecompressor)
         case "zstd":
-            return _read(zstd.ZstdFile(io.BytesIO(body)))
+            return _unframed(body, zstd.ZstdDecompressor)
         case other:
             raise EncodingError(f"Content-Encoding {other!r} is not supported; use one of {', '.join(SUPPORTED)}")
 
@@ -131,21 +129,27 @@ def _has_zlib_header(body: bytes) -> bool:
 
 
 def _inflated(body: bytes, window: int) -> Iterator[bytes]:
-    source, stream, given = io.BytesIO(body), zlib.decompressobj(window), b""
-    while body:
-        given = given or source.read(_SLICE)
-        # A body may hold several streams, one after the other: clickhouse-connect packs an insert block by block.
-        if stream.eof:
-            if not given:
-                return
-            stream = zlib.decompressobj(window)
-        piece = stream.decompress(given, _PIECE)
-        if not (given or piece or stream.eof):
-            raise EOFError
-        given = stream.unconsumed_tail or stream.unused_data
-        yield piece
+    source, given = io.BytesIO(body), b""
+    # A body may hold several streams, one after the other: clickhouse-connect packs an insert block by block.
+    while given := given or source.read(_SLICE):
+        stream = zlib.decompressobj(window)
+        while not stream.eof:
+            given = given or source.read(_SLICE)
+            piece = stream.decompress(given, _PIECE)
+            if not (given or piece or stream.eof):
+                raise EOFError
+            given = stream.unconsumed_tail or stream.unused_data
+            yield piece
 
 
-def _read(file: io.BufferedIOBase) -> Iterator[bytes]:
-    while piece := file.read(_PIECE):
-        yield piece
+def _unframed(body: bytes, decompressor: Callable[[], zstd.ZstdDecompressor | lz4.frame.LZ4FrameDecompressor]) -> Iterator[bytes]:
+    # The libraries' readers of files would do, but they go through any number of empty streams before they yield.
+    source, given = io.BytesIO(body), b""
+    while given := given or source.read(_SLICE):
+        stream = decompressor()
+        while not stream.eof:
+            if stream.needs_input and not (given := given or source.read(_SLICE)):
+                raise EOFError
+            piece = stream.decompress(given, max_length=_PIECE)
+            given = stream.unused_data or b""
+            yield piece

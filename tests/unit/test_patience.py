@@ -116,3 +116,14 @@ def test_decompress_stops_when_hold_raises(pack: str) -> None:
         decompress(body, pack, 2**30, hold)
     assert seen == sorted(seen)
     assert seen[-1] <= 6 * 2**20
+
+
+@pytest.mark.parametrize("pack", ["gzip", "deflate", "zstd", "lz4"])
+def test_decompress_empty_streams_stops_when_hold_raises(pack: str) -> None:
+    from tests.support.otlp import packed
+
+    def hold(size: int) -> None:
+        raise TooLargeError(f"no room for {size}")
+
+    with pytest.raises(TooLargeError, match="no room for 0"):
+        decompress(packed(pack, b"") * 1000, pack, 2**30, hold)
