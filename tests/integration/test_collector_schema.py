@@ -345,19 +345,19 @@ def test_expire_removes_old_rows_except_those_of_committed_batches(laid_out: tup
         "batches": ["bare 1", "conversation 1", "trained 1"],
         "policy_versions": ["one 1"],
     }
-    assert {table: rows for table, rows in expired.items() if table not in {"trace_rollouts", "trace_keys"}} == {
-        "rollout_spans": 7,
-        "attempts": 1,
-        "calls": 1,
-        "otel_traces": 4,
-        "otel_logs": 3,
-        "dropped_attributes": 1,
-        "rewards": 1,
-        "transitions": 1,
-        "drops": 1,
-        "tool_calls": 1,
-        "builds": 1,
-    }
+    assert [entry for entry in expired.items() if entry[0] not in {"trace_rollouts", "trace_keys"}] == [
+        ("rollout_spans", 7),
+        ("attempts", 1),
+        ("calls", 1),
+        ("otel_traces", 4),
+        ("otel_logs", 3),
+        ("dropped_attributes", 1),
+        ("rewards", 1),
+        ("transitions", 1),
+        ("drops", 1),
+        ("tool_calls", 1),
+        ("builds", 1),
+    ]
     assert execute("SELECT RolloutId, TraceId FROM spangrad.lineage ORDER BY ALL") == "bare\t\nconversation\tchat\ntrained\ttrained-1\n"
     before = left(execute)
     assert (expire(execute, BEFORE, layout), left(execute)) == ({}, before)
