@@ -133,10 +133,14 @@ def looks_like_a_call(name: str, scope: str, attributes: Mapping[str, str]) -> b
 
 def total_of(rows: Sequence[FileReport]) -> FileReport:
     """Return the numbers of all files."""
-    spans, calls, transitions, unaccounted = (
-        sum(getattr(row, name) for row in rows) for name in ("spans", "calls", "transitions", "unaccounted")
+    return FileReport(
+        "all",
+        sum(row.spans for row in rows),
+        sum(row.calls for row in rows),
+        sum(row.transitions for row in rows),
+        sum((Counter(row.drops) for row in rows), Counter()),
+        sum(row.unaccounted for row in rows),
     )
-    return FileReport("all", spans, calls, transitions, sum((Counter(row.drops) for row in rows), Counter()), unaccounted)
 
 
 def _print(rows: Sequence[FileReport], *, reasons: bool) -> None:

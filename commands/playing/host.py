@@ -63,7 +63,7 @@ class PlayReply(msgspec.Struct, frozen=True):
     text: str
 
 
-def write_line(file: int, **line: object) -> None:
+def write_line(file: int, /, **line: object) -> None:
     """Write one line of JSON to a file, by its descriptor."""
     rest = storable(json.dumps(line, ensure_ascii=False)).encode() + b"\n"
     while rest:
