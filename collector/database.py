@@ -181,7 +181,7 @@ class EmbeddedDatabase:
         self.version, self.timezone = self._open_handle.query("SELECT version(), timezone()").body.decode().split()
 
     def handle(self, *, schema_files: bool = False) -> Handle:
-        """Open one more session; cheap. Only for our own statements, formats may read their schemas from files.
+        """Open one more session; cheap. With `schema_files`, formats read their schemas from files: only for our own statements.
 
         Raises:
             StoreError: the database does not start.

@@ -40,7 +40,10 @@ class PageTemplates:
         self._trace_url = settings.trace_url or ""
 
     def page(self, name: str, *, refused: bool = False, action_token: str = "") -> str:
-        """Return the page of a template; with the text that requests for actions show, it offers actions."""
+        """Return the page of a template. Requests for actions must show `action_token`; empty: the page offers none.
+
+        With `refused`, it says that a login has just been refused.
+        """
         titles = dict(PAGES.values())
         return self._environment.get_template(f"{name}.html").render(
             name=name,

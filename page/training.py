@@ -234,7 +234,10 @@ def steps_export(store: PageStore, policy: str, branch: str, metrics: Sequence[s
 
 
 def training_view(store: PageStore, policy: str | None, branch: str | None) -> dict[str, Any]:
-    """Return branches, and of one the steps and the held-out returns by sampling version: the last that learned of those so named."""
+    """Return branches, and of one the steps and the held-out returns by sampling version.
+
+    It is the branch that learned last among those of the policy and the name that are given (None: any).
+    """
     known = branches_of(store)
     named = [item for item in known if policy in {None, item["Policy"]} and branch in {None, item["Branch"]}]
     chosen = max(named, key=lambda item: item["NewestMs"], default=None)

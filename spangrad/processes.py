@@ -328,7 +328,7 @@ def require_free_port(host: str, port: int, setting: str) -> None:
 
 
 def require_safe_bind(host: str, token: object | None, section: str) -> None:
-    """Refuse to bind beyond loopback without a token, by the section of the settings that has both.
+    """Refuse to bind beyond loopback without a token; the error names the section of the settings that has both.
 
     Raises:
         SpangradError: `host` is not loopback and there is no token.

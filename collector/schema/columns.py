@@ -26,7 +26,7 @@ def meanings() -> dict[str, dict[str, str]]:
 def comment_columns(execute: Callable[[str], str], layout: Layout, tables: Collection[str]) -> None:
     """Write the comments of these public tables that are not those of the store yet, a statement a table.
 
-    A user's own tables in the same database keep their comments.
+    `execute` runs a statement and returns its rows as TabSeparated text. A user's own tables in the same database keep their comments.
 
     Raises:
         StoreError: the store refused a statement.

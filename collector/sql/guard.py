@@ -70,7 +70,7 @@ class StatementGuard:
         self._engine = re.compile(rf"{_SPACE}=?{_SPACE}(?:[`\"\u201c]?(?:{names})\b|[`\"]\w*+\\|/\*|--|//|\#)")
 
     def check(self, sql: str, parameters: Iterable[str] = (), structures: Iterable[str] = ()) -> None:
-        """Raise if a statement uses a name that is refused, or a parameter of it, or the structure of a table that comes with it, does.
+        """Raise if a statement, a value of a parameter, or the structure (columns and defaults) of a table with it uses a refused name.
 
         Raises:
             ForbiddenError: it does; the message has the name.

@@ -69,7 +69,7 @@ class Staging:
         none, counted there, and moved by a statement, whose errors chDB does report. Where the next inserts are alike, a
         statement that holds few rows itself does the same: it reads all of them before it writes.
 
-        What is known of the table is kept for the next insert with this head (`keep_staging`) only while the table does not change.
+        With `keep_staging`, what is known of the table is kept for the next insert with this head; call `forget` once the table changes.
 
         Raises:
             EngineRefusedError: the rows, or those of a view, were not all inserted.

@@ -38,8 +38,8 @@ class WriteBuffer:
     def __init__(self, handles: tuple[Handle, Handle], journals: Path, wait_seconds: float) -> None:
         """Insert the journals' spans into the tables, if that succeeds now, and start the thread.
 
-        The handles must not be shared; the directory of the journals is created if it does not exist. Spans wait no longer than so many
-        seconds, unless the database fails; with 0, each commit is an insert.
+        The handles must not be shared; the directory of the journals is created if it does not exist. Spans wait no longer than
+        `wait_seconds`, unless the database fails; with 0, each commit is an insert.
         """
         journals.mkdir(exist_ok=True)
         self._taking, self._storing = (

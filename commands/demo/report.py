@@ -177,7 +177,8 @@ def table(report: dict[str, Any]) -> Table:
 def plot(path: Path, steps: Sequence[DemoStep], held_out: float, stages: Sequence[Sequence[float]]) -> None:
     """Plot success rate and mean reward by step, below them the seconds of each step by stage, and save the image.
 
-    Of each version, `stages` has the number and the seconds of each of STAGES.
+    `held_out` is the success rate of the last version on held-out rollouts. Of each version, `stages` has its number and the seconds of
+    each of STAGES.
     """
     import matplotlib as mpl
 

@@ -40,7 +40,10 @@ Show = Callable[[str, Mapping[str, Any]], None]
 
 
 def factory_named(reference: str, directory: Path, token: SecretStr | None) -> Callable[[], Environment]:
-    """Return the function that creates an environment. The directory, where modules are looked up first, becomes part of the path.
+    """Return the function that creates an environment, by a reference as a command line has it.
+
+    Modules are looked up first in the directory, which becomes part of the path. The token is that of servers of environments, if they
+    ask for one.
 
     Raises:
         AgentError: the reference names no environment.

@@ -84,8 +84,10 @@ def record_action(receiver: RemoteService, id_: str, request: Request, address: 
 def actions_view(store: PageStore, after: str) -> dict[str, Any]:
     """Return a page of the actions, the newest first, each with author, arguments and outcome, and the cursor of what follows.
 
+    The page begins after the cursor of the page before; empty: with the newest.
+
     Raises:
-        ValueError: the cursor of the page before is none of this list.
+        ValueError: the cursor is none of this list.
     """
     asked_ms, id_ = decode_cursor(after, int, str) if after else (2**62, "")
     place = {"asked_ms": asked_ms, "id": id_, "most": ROWS + 1}

@@ -135,7 +135,10 @@ def placement(settings: Settings, services: Sequence[ServiceSpec], *, gpus: bool
 
 
 def lacking(groups: Sequence[BundleGroup], nodes: Sequence[Node], home: str) -> list[Bundle]:
-    """Return the bundles for which the nodes are too few or too small, even if nothing else ran on them; `home` is the id of a node."""
+    """Return the bundles for which the nodes are too few or too small, even if nothing else ran on them.
+
+    The groups are in the order in which they are reserved; `home` is the id of the home node.
+    """
     free = {node.id: dict(node.resources) for node in nodes}
     missing: list[Bundle] = []
     for group in groups:
