@@ -1,8 +1,8 @@
 """Search for a better prompt: a beam search whose steps are a model's critiques.
 
 In: the prompt's published version, tasks to learn from and others to measure on, a function that runs trials, a critic. Out: a
-`SearchResult`; versions and edits in the prompt store, trials in the span store. Invariant: edits and trials that are recorded are made
-no more, so a search that is started again does nothing twice; the best score never decreases; the published prompt is not changed here.
+`SearchResult`; versions and edits in the prompt store, trials in the span store. Invariant: recorded edits and trials are not made again,
+so a search that is started again does nothing twice; the best score never decreases; the published prompt is not changed here.
 
 The search is that of Pryzant et al. 2023 (Automatic Prompt Optimization with "Gradient Descent" and Beam Search): in each round each
 prompt of the beam is criticised and edited `branch` times, and the `beam_width` best of all measured ones form the next beam. Instead of
@@ -20,6 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from prompts.compare import Gain, gain
 from prompts.prompt_texts import Messages, ask_for_critique, ask_for_edit, choose, read_edit
@@ -38,8 +39,17 @@ Run = Callable[[Sequence[Task]], Awaitable[Sequence[str]]]
 their root spans."""
 Complete = Callable[[Messages], Awaitable[str]]
 """Function that returns a chat model's reply."""
-Place = tuple[int, int, int]
-"""Place of an edit: its round (from 1), the version that is edited, and its number (from 0) among that version's edits in the round."""
+
+
+class EditPosition(NamedTuple):
+    """Position of an edit in a search; its text seeds the choice of the trials that the critic is shown."""
+
+    round: int
+    """Round, from 1."""
+    parent: int
+    """Version that is edited."""
+    number: int
+    """Number among the parent's edits in the round, from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ class Search:
     progress: Progress = field(default_factory=Progress)
     _known: dict[str, Trial] = field(default_factory=dict[str, Trial])
     _texts: dict[int, str] = field(default_factory=dict[int, str])
-    _edits: dict[Place, Edit] = field(default_factory=dict[Place, Edit])
+    _edits: dict[EditPosition, Edit] = field(default_factory=dict[EditPosition, Edit])
 
     async def go(self) -> SearchResult:
         """Run the search until it ends.
@@ -141,7 +151,7 @@ class Search:
         start = self.question.start
         self._texts[start.version] = start.text
         for edit in await asyncio.to_thread(self.prompts.edits, start.name, self.question.id):
-            self._edits[edit.round, edit.parent, edit.number] = edit
+            self._edits[EditPosition(edit.round, edit.parent, edit.number)] = edit
         self._take(await asyncio.to_thread(self.trials.read))
         candidates = await self._measure([start.version])
         if candidates[0].score is None:
@@ -149,10 +159,10 @@ class Search:
         beams = [tuple(candidates)]
         for number in range(1, self.settings.rounds + 1):
             self.progress.round = number
-            places = [(number, parent.version, edit) for parent in beams[-1] for edit in range(self.settings.branch)]
-            if missing := [place for place in places if place not in self._edits]:
+            positions = [EditPosition(number, parent.version, edit) for parent in beams[-1] for edit in range(self.settings.branch)]
+            if missing := [position for position in positions if position not in self._edits]:
                 await self._expand(missing)
-            edited = (self._edits[place].version for place in places)
+            edited = (self._edits[position].version for position in positions)
             entered = [*(candidate.version for candidate in candidates), *(version for version in edited if version is not None)]
             candidates = await self._measure(list(dict.fromkeys(entered)))
             ranked = sorted(candidates, key=lambda candidate: math.inf if candidate.score is None else -candidate.score)
@@ -168,30 +178,30 @@ class Search:
         self.progress.best = max((candidate.score for candidate in measured if candidate.score is not None), default=None)
         return measured
 
-    async def _expand(self, places: Sequence[Place]) -> None:
+    async def _expand(self, positions: Sequence[EditPosition]) -> None:
         """Make edits of one round; each is recorded as soon as it exists."""
-        batch = {parent: self._minibatch(number, parent) for number, parent, _ in places}
+        batch = {position.parent: self._minibatch(position.round, position.parent) for position in positions}
         await self._try([(parent, task) for parent, tasks in batch.items() for task in tasks], 1, "rolling out")
         trials = {
             parent: await asyncio.to_thread(self.trials.with_exchanges, self._of(parent, [task.task_id for task in tasks]))
             for parent, tasks in batch.items()
         }
-        self.progress.now("editing", 0, len(places))
+        self.progress.now("editing", 0, len(positions))
         try:
             async with asyncio.TaskGroup() as group:
-                for place in places:
-                    group.create_task(self._edit(place, trials[place[1]]))
+                for position in positions:
+                    group.create_task(self._edit(position, trials[position.parent]))
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _edit(self, place: Place, trials: Sequence[Trial]) -> None:
-        text, chosen = self._texts[place[1]], self.settings
-        shown = choose(trials, chosen.shown, random.Random(f"{chosen.seed} {place}"))
+    async def _edit(self, position: EditPosition, trials: Sequence[Trial]) -> None:
+        text, chosen = self._texts[position.parent], self.settings
+        shown = choose(trials, chosen.shown, random.Random(f"{chosen.seed} {position}"))
         critique = await self.complete(ask_for_critique(text, shown))
         edited = read_edit(await self.complete(ask_for_edit(text, critique)))
-        edit = Edit(self.question.id, *place, critique, None)
+        edit = Edit(self.question.id, *position, critique, None)
         version = await asyncio.to_thread(self.prompts.edit, self.question.start.name, edited, edit)
-        self._edits[place] = replace(edit, version=version)
+        self._edits[position] = replace(edit, version=version)
         self.progress.now("editing", self.progress.done + 1, self.progress.of)
 
     async def _try(self, pairs: Sequence[tuple[int, Task]], times: int, doing: str) -> None:
