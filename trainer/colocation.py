@@ -43,7 +43,10 @@ class DeviceTurns:
         optimizer: Callable[[], VerlOptimizer | None],
         clock: Clock,
     ) -> None:
-        """Leave the devices to the engines; `optimizer` returns the one that is loaded, if one is."""
+        """Leave the devices to the engines; without `publishing` versions are not published, and no engine shares the devices.
+
+        `optimizer` returns the one that is loaded, if one is. A shutdown ends the wait for a gateway that does not answer.
+        """
         self._publishing = publishing if settings.trainer.workers.colocated else None
         self._policy = settings.trainer.policy
         # An engine that forgot the base of its adapters would have to read it again, which no publication of an adapter does.

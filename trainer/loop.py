@@ -243,8 +243,11 @@ class Trainer:
         """Return the parameters in memory. None: they are off the devices while engines serve, and are sent from files."""
         if self.turns.are_taken:
             return None
-        arrays, ranks = lambda: self._load(self.loaded).weights(), lambda: self._load(self.loaded).rank_senders
-        return WeightSource(arrays, ranks, version=self.loaded.version)
+        return WeightSource(
+            arrays=lambda: self._load(self.loaded).weights(),
+            ranks=lambda: self._load(self.loaded).rank_senders,
+            version=self.loaded.version,
+        )
 
     def _close_optimizer(self) -> None:
         if self.optimizer:

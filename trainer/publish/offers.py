@@ -41,7 +41,7 @@ class WeightSource:
     directory: Path | None = None
     """Directory of the version's files, of which each rank reads its share. None: ranks have the parameters in memory."""
     version: int | None = None
-    """Version that is in memory. None: it is known from elsewhere."""
+    """Version of the weights in memory, which may not be the head. None: the weights are those of the version that is published."""
 
 
 class WeightsOffer:

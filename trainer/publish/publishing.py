@@ -61,7 +61,10 @@ class HeadPublisher:
         phases: Phases,
         optimizer: Callable[[], VerlOptimizer | None],
     ) -> None:
-        """Publish the head of a ledger, once the policies of its phase are updated; ranks of an optimizer that is loaded send weights."""
+        """Publish the head of a ledger, once the policies of its phase are updated.
+
+        `optimizer` returns the one that is loaded, if one is: its ranks send weights. A shutdown ends waits, and `close` the retries.
+        """
         self.publisher = publisher
         self._optimizer = optimizer
         self._ledger = ledger
