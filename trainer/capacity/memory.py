@@ -206,11 +206,12 @@ def trainer_host(
     engine_width: int,
     gathers: bool = False,
 ) -> list[MemoryItem]:
-    """Return the main memory of a host of some of the ranks; the first has rank 0 and the trainer's own process.
+    """Return the main memory of a host with `host_ranks` of all ranks; the first has rank 0 and the trainer's own process.
 
-    That process `gathers` where engines take whole tensors from it (engine.transfer = nccl); engines' values have `engine_width` bytes.
+    That process holds the rows of a step's batch, and `gathers` where engines take whole tensors from it (engine.transfer = nccl). A value
+    in the engines' dtype has `engine_width` bytes.
     """
-    gathered = model.parameters * _FLOAT32 if first and gathers and _transfers(settings) else 0  # `trainer.publish.sender`: `named`
+    gathered = model.parameters * _FLOAT32 if first and gathers and _transfers(settings) else 0  # `WeightsOffer.named`
     trained, moved = trained_parameters(model, settings), moved_bytes(model, settings)
     waiting = moved + checkpoint_bytes(model, settings) if moved else 0  # a version is written meanwhile
     return [

@@ -160,11 +160,8 @@ def publications(model: Architecture, settings: Settings, cluster: GpuCluster, e
     ]
     if settings.trainer.lora.rank:
         adapters = model.adapter_parameters(settings.trainer.lora.rank, settings.trainer.lora.modules) * _FLOAT32
-        seconds = (
-            adapters / hardware.DISK_RATE
-            + adapters / hardware.CHECKSUM_RATE
-            + whole / (hardware.CAST_CHECKSUM_RATE if casts else hardware.CHECKSUM_RATE)
-        )
+        base_rate = hardware.CAST_CHECKSUM_RATE if casts else hardware.CHECKSUM_RATE
+        seconds = adapters / hardware.DISK_RATE + adapters / hardware.CHECKSUM_RATE + whole / base_rate
         stages.append(StageEstimate("publication by adapter", seconds, adapters * replicas, "files, read by engines"))
     return stages
 
