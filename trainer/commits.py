@@ -110,7 +110,7 @@ class Commits:
     """Commits of one trainer, one at a time."""
 
     def __init__(self, transaction: StepTransaction, follow_ups: FollowUps, clock: Clock, *, beside: bool) -> None:
-        """Commit nothing yet; each version is committed by the follow-ups beside the next step, or within its own."""
+        """Commit nothing yet; with `beside` the follow-ups commit each version beside the next step, else its own step does."""
         self.transaction = transaction
         self.clock = clock
         self._follow_ups = follow_ups

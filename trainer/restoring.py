@@ -45,6 +45,8 @@ def restore(
 ) -> VerlOptimizer:
     """Return the optimizer of a version of the ledger's branch; `make` makes one of a Hugging Face model directory.
 
+    Steps since its last state are replayed with batches that `source` reads.
+
     Raises:
         CheckpointError: a checkpoint is not what was committed, or a step cannot be replayed.
     """

@@ -77,7 +77,10 @@ class StepTransaction:
     def write(
         self, lease: BatchLease, parent: LedgerVersion, write: checkpoint.Save, *, calls: pl.DataFrame | None = None
     ) -> checkpoint.Checkpoint:
-        """Write the checkpoint of the version that the lease makes, with the calls that the step trained unless it trained files.
+        """Write the checkpoint of the version that the lease makes.
+
+        `write` writes the weights, and the optimizer's state where the run is resumed from it. `calls` are those that the step trained,
+        with their advantages; None: it trained files.
 
         Raises:
             CheckpointError: it cannot be written.

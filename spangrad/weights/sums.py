@@ -54,7 +54,10 @@ def tensor_sums(
 
 
 def replaced_sums(sums: TensorSums, numbers: NDArray[np.int64], before: Words, after: Words) -> TensorSums:
-    """Return the sums of a tensor, or of a part of one, after some of its words, by their numbers in the tensor, were replaced."""
+    """Return the sums of a tensor, or of a part of one, after some of its words were replaced.
+
+    The words, of the dtype of the sums, have these numbers in the tensor.
+    """
     added = mixed_words(after).copy()
     added -= mixed_words(before)
     plain, weighted = int(added.sum()), int(np.dot(added, numbers.view(np.uint64)))

@@ -157,7 +157,7 @@ class LeasedRows:
     def metadata(self, part: Batch, role: str, *outputs: str, **flags: Any) -> KVBatchMeta:
         """Return the metadata of rows of the batch for a pass, once all of them and what its loss reads are written.
 
-        Outputs, by verl's names, are those that are kept.
+        `role` names the model of the pass. Of its outputs those of these names, verl's, are kept.
         """
         columns = _response_columns(part) if flags.get("compute_loss", True) else {}
         lacking = any(key not in self._stored for key in self.keys_of(part))  # a smaller part adds no-op rows, with a loss or without

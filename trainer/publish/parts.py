@@ -124,7 +124,10 @@ class HeldParts:
         self._parts: list[_HeldPart] = []
 
     def take(self, parts: Iterable[FilePart], version: str, *, keep_changes: bool) -> None:
-        """Replace all words by those of a version, whose parts are in the order of the version before."""
+        """Replace all words by those of a version, whose parts are in the order of the version before.
+
+        With `keep_changes` its differences from that version are known afterwards.
+        """
         before, self.version, self.base = self.version, "", ""
         held, self._parts = self._parts, []
         for number, part in enumerate(part for part in parts if part.words.size):

@@ -73,7 +73,8 @@ class Publisher:
     ) -> None:
         """Send requests to gateway.url, with gateway.token when there is one; the remedy is the last sentence of an error's text.
 
-        Without a sender of weights engines read files. `calls` has the publication's `in_flight` and `drain_seconds`.
+        Without a sender of weights engines read files. `calls` has the publication's `in_flight` and `drain_seconds`; without, they are the
+        gateway's defaults.
         """
         self._service = gateway_service(gateway.url, gateway.token)
         self._seconds = gateway.request_timeout_seconds

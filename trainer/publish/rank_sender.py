@@ -121,7 +121,9 @@ class RankSender:
     """HTTP server of one rank for publications."""
 
     def __init__(self, parts: Parts, written: WrittenParts, host: str, port: int = 0) -> None:
-        """Listen at the address of this machine from which the process that publishes is reached.
+        """Listen at the address of this machine from which the process that publishes is reached, at a port, or with 0 at any free one.
+
+        `host` is that process's address, trainer.weight_sync.transfer_host.
 
         Raises:
             SettingsError: this process cannot listen there.
