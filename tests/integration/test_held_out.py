@@ -43,7 +43,7 @@ def world(settings: Settings, tiny_model: Path) -> BuiltRollouts:
 
 def known(rollouts: HeldOutRollouts) -> tuple[Any, ...]:
     """Return all that a reader has read, by version."""
-    return sorted(rollouts.games.items()), {version: sorted(map(repr, rollouts.of_version(version))) for version in range(5)}
+    return dict(rollouts.games), {version: sorted(map(repr, rollouts.of_version(version))) for version in range(5)}
 
 
 def test_held_out_reads_of_new_builds_equal_one_read_of_all(settings: Settings, world: BuiltRollouts, run: str) -> None:

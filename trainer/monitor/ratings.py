@@ -36,7 +36,7 @@ class Competitor:
 SCRIPTS = Competitor()
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Score:
     """Result of a game between two competitors."""
 
