@@ -144,7 +144,7 @@ class Phases:
 def of_other_phases(groups: Sequence[Group], loaded: Loaded, versions: Mapping[str, int], number: int) -> dict[Group, Skip]:
     """Return the groups with a call that another version answered than its policy's in `versions`, which plays phase `number`.
 
-    Groups are loaded; of several such policies the first is named.
+    Groups are loaded; a skip names the policy and the versions of the first such call.
     """
     calls = loaded.transitions.select(*GROUP_COLUMNS, "Policy", Version=versions_of_calls()).filter(pl.col("Policy").is_in(list(versions)))
     rows = calls.explode("Version").unique(maintain_order=True).iter_rows(named=True)
