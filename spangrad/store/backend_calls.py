@@ -12,7 +12,7 @@ from spangrad import semconv
 def backend_calls_sql(where: str) -> str:
     """Return a subquery with Timestamp, Duration, Policy and Backend of calls; Backend is empty where the gateway recorded none.
 
-    By a condition over RolloutKey and Timestamp, which calls and spans have alike.
+    `where` is a condition over RolloutKey and Timestamp, which calls and spans have alike.
     """
     backend, policy = (f"Attributes['{name}']" for name in (semconv.BACKEND_NAME, semconv.POLICY_NAME))
     return f"""(

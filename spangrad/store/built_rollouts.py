@@ -29,7 +29,7 @@ def last_built_sql() -> str:
 def newest_revisions_sql(where: str = "true") -> str:
     """Return a subquery with BuildId and BuiltAt of each rollout's newest revision.
 
-    By a condition over KEY or Mode, to read less; over IngestedAt, for the newest of a time.
+    `where` is a condition over KEY or Mode, to read less; over IngestedAt, for the newest of a time.
     """
     newest = "argMax((BuildId, IngestedAt), Precedence) AS newest"
     grouped = f"SELECT {newest} FROM spangrad_internal.builds WHERE {where} GROUP BY {_OF_ROLLOUT}"
