@@ -345,7 +345,7 @@ class Builder:
         if frames.rollouts.is_empty():
             return
         self._batch_sizes.record(frames)
-        self._pace.count(frames.spans.height)
+        self._pace.count(frames.rollouts.height, frames.spans.height)
         built = build(frames, self._spec)
         specification.require_unchanged(self._spec, self._reader.spec)  # again: its files were read since
         summary.add(self._sink.write(built, frames.rollouts))

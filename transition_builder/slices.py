@@ -41,7 +41,8 @@ class SlicePace:
         self._a_second = self._backlog_a_second = float("inf")
         self._begun, self._seconds = 0, SLICE_SECONDS
         self._is_full = False
-        self._spans, self._spans_a_rollout = 0, float("inf")
+        self._built = self._spans = 0
+        self._spans_a_rollout = float("inf")
 
     def begin(self, left: int, backlog: int, seconds: float) -> int:
         """Return the number of rollouts in the next slice; after one that was begun and is not done, half as many as in that.
@@ -55,13 +56,14 @@ class SlicePace:
             self._most = max(1, self._begun // 2)
         of_backlog = max(self._backlog_a_second * BACKLOG_SLICE_SECONDS, SPANS_OF_BACKLOG / self._spans_a_rollout)
         size = min(max(_bounded(self._a_second * seconds), backlog // SLICES_A_BACKLOG), _bounded(of_backlog), self._most)
-        self._seconds, self._spans = seconds, 0
+        self._seconds, self._built, self._spans = seconds, 0, 0
         self._begun = min(size, left)
         self._is_full = self._begun == size
         return self._begun
 
-    def count(self, spans: int) -> None:
-        """Count spans that were read for the slice."""
+    def count(self, rollouts: int, spans: int) -> None:
+        """Count rollouts of the slice that no longer wait, and the spans that were read to build them."""
+        self._built += rollouts
         self._spans += spans
 
     def done(self, seconds: float) -> None:
@@ -75,7 +77,7 @@ class SlicePace:
         if self._is_full:
             self._most = min(LARGEST_SLICE, 2 * self._begun)
         if self._spans:
-            self._spans_a_rollout = self._spans / self._begun
+            self._spans_a_rollout = self._spans / self._built
         self._begun = 0
 
     def slices(self, rows: pl.DataFrame, key: str, seconds: Callable[[], float], between: Callable[[], object]) -> Iterator[pl.DataFrame]:

@@ -26,7 +26,7 @@ def drained(pace: SlicePace, backlog: int, slice_cost: float, rollout_cost: floa
     sizes, left = list[int](), backlog
     while left:
         size = pace.begin(left, backlog, SLICE_SECONDS)
-        pace.count(size * spans)
+        pace.count(size, size * spans)
         pace.done(slice_cost + size * rollout_cost)
         sizes.append(size)
         left -= size
@@ -96,6 +96,15 @@ def test_slices_of_a_slow_backlog_hold_4096_spans() -> None:
     assert max(sizes) == SPANS_OF_BACKLOG // 8
     assert sizes.count(SPANS_OF_BACKLOG // 8) > 30
     assert max(drained(SlicePace(), 20_000, 10.0, 0.025, spans=1000)[1:]) == SMALLEST_SLICE
+
+
+def test_slice_after_one_of_waiting_rollouts_is_sized_by_spans_of_built_ones() -> None:
+    pace = SlicePace()
+    pace.begin(20_000, 20_000, SLICE_SECONDS)
+    # All others wait.
+    pace.count(1, 1000)
+    pace.done(30.0)
+    assert pace.begin(20_000, 20_000, SLICE_SECONDS) == SMALLEST_SLICE
 
 
 def test_slices_that_take_too_long_shrink_to_the_smallest() -> None:
