@@ -22,7 +22,7 @@ from tests.support.spans import SpanFactory
 from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
-from transition_builder.source import discovery
+from transition_builder.source import claims, discovery
 from transition_builder.waiting import BEHIND
 
 BACKLOG = 800
@@ -179,6 +179,25 @@ def test_builder_alone_claims_no_rollout(store: StoreSettings) -> None:
     assert Builder(settings).build_ready().rollouts >= 4
     claimed = f"SELECT RolloutId FROM spangrad_internal.claims WHERE BuildSpec = '{settings.builder.spec}'"
     assert rows(store, claimed) == [("",)]
+
+
+def test_builder_beside_one_that_began_since_its_last_look_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_ALONE_SECONDS", 0)
+    store = store_settings(tmp_path / "store")
+    with running_store(store, tmp_path / "log"):
+        settings = settings_of(store, "beside", quiet_seconds=0, incomplete_after_seconds=4)
+        builder = Builder(settings)
+        builder.build_ready()
+        begun = SpanFactory(run="beside")
+        begun.call("", rollout="begun")
+        post(store, begun.otlp())
+        with monkeypatch.context() as now:
+            now.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
+            # It asks who else is at work, and has nothing to build yet.
+            assert builder.build_ready().rollouts == 0
+        Builder(settings)
+        wait_until(lambda: builder.build_ready().rollouts == 1, 60, "the build")
+        assert rows(store, "SELECT RolloutId FROM spangrad_internal.claims WHERE RolloutId != ''") == [("begun",)]
 
 
 def test_builder_lags_give_age_and_number_by_mode(store: StoreSettings) -> None:

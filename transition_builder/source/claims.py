@@ -62,7 +62,7 @@ class Claims:
         self._renewed = float("-inf")
         self._beside = ThreadPoolExecutor(1, "claims")
         self._others: Future[bool] | None = None
-        self._alone_until = float("-inf")
+        self._asked = self._alone_until = float("-inf")
         self.alone = False
         """True if no other builder of the specification was at work when that was last asked."""
 
@@ -83,7 +83,7 @@ class Claims:
         """Ask whether other builders are at work, unless none was lately, beside the caller's statements; `take` waits for the response."""
         self.renew()
         if time.monotonic() >= self._alone_until:
-            self._others = self._beside.submit(self._are_others)
+            self._others, self._asked = self._beside.submit(self._are_others), time.monotonic()
 
     def _are_others(self) -> bool:
         parameters = {"spec": self._reader.spec, "lease": self._lease, "own": self._builder}
@@ -102,7 +102,9 @@ class Claims:
         if rollouts.is_empty():
             return rollouts
         self.renew()
-        others, self._others = self._others, None
+        # A look that finds nothing to build leaves its response untaken: in a later one, others may have begun.
+        is_recent = time.monotonic() - self._asked < _ALONE_SECONDS
+        others, self._others = self._others if is_recent else None, None
         if others or time.monotonic() >= self._alone_until:
             self.alone = not (others.result() if others else self._are_others())
             self._alone_until = time.monotonic() + _ALONE_SECONDS if self.alone else float("-inf")
