@@ -133,7 +133,9 @@ class Builder:
         """
         began, summary, self._done = time.monotonic(), Summary(), 0
         specification.require_unchanged(self._spec, self._reader.spec)
-        self._look(summary, sweeps=self._discovery.is_first or (self._is_quiet and self._discovery.sweep_is_due(self._clock())))
+        # Training is looked for alone after a pass that failed: it may be the sweep that fails.
+        is_quiet, self._is_quiet = self._is_quiet, False
+        self._look(summary, sweeps=self._discovery.is_first or (is_quiet and self._discovery.sweep_is_due(self._clock())))
         if not urgent:
             # After training: a sweep reads much.
             if self._discovery.sweep_is_due(self._clock()):

@@ -13,6 +13,7 @@ import pytest
 from spangrad.errors import StoreError
 from spangrad.processes import free_ports, wait_until
 from spangrad.settings import StoreSettings
+from spangrad.store.arrivals import Topic
 from spangrad.store.clickhouse import connect
 from spangrad.types import Mode
 from tests.support.built_rollouts import outcome, post, rows, settings_of
@@ -198,6 +199,32 @@ def test_builder_beside_one_that_began_since_its_last_look_claims(tmp_path: Path
         Builder(settings)
         wait_until(lambda: builder.build_ready().rollouts == 1, 60, "the build")
         assert rows(store, "SELECT RolloutId FROM spangrad_internal.claims WHERE RolloutId != ''") == [("begun",)]
+
+
+def test_builder_whose_sweeps_fail_builds_training(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = Builder(settings_of(store, "unswept"))
+    builder.build_ready()
+    original = discovery.Discovery.arrivals
+
+    def nothing_arrives(*_: Any) -> frozenset[Topic]:
+        return frozenset()
+
+    def arrivals(self: Any) -> Any:
+        if self.sweeps:
+            raise StoreError("the span store refused")
+        return original(self)
+
+    monkeypatch.setattr(discovery.Discovery, "arrivals", arrivals)
+    monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
+    with monkeypatch.context() as quiet:
+        quiet.setattr(builders.Arrivals, "wait", nothing_arrives)
+        builder.wait()
+    with pytest.raises(StoreError):
+        builder.build_ready()
+    post(store, training("unswept", "group"))
+    with pytest.raises(StoreError):
+        builder.build_ready()
+    assert len(outcome(store, "unswept")[0]) == 4
 
 
 def test_builder_lags_give_age_and_number_by_mode(store: StoreSettings) -> None:

@@ -41,11 +41,8 @@ class ExaminedBuilds:
         built = known.join(self._examined, on=ROLLOUT, how="left").join(self._late_rows, on=ROLLOUT, how="left")
         read = pl.max_horizontal("RowsRead", "Examined")
         is_incomplete = (pl.col("Rows") > read).fill_null(False)
-        until = (
-            pl.when(is_incomplete)
-            .then(pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"]))
-            .otherwise(pl.max_horizontal("Watermark", "Until"))
-        )
+        long_ago = pl.lit(late_spans.LONG_AGO).cast(BUILT["Watermark"])
+        until = pl.when(is_incomplete).then(long_ago).otherwise(pl.max_horizontal("Watermark", "Until"))
         return built.with_columns(Watermark=until, RowsRead=read).drop("Until", "Examined", "Rows")
 
     def with_late_rows(self, built: pl.DataFrame) -> pl.DataFrame:
