@@ -145,7 +145,7 @@ def _is_running(row: Mapping[str, Any] | None, attempt: int) -> bool:
 def _receipt(
     key: AttemptKey, row: Mapping[str, Any] | None, recorded_row: Mapping[str, Any] | None, ending: Ending | None = None
 ) -> AttemptReceipt:
-    """Build the result for an attempt that is not running; `ending`: its worker's report, if it is one."""
+    """Build the result for an attempt that is not running; `ending` is the report that it answers. None: it answers none."""
     rollout_id, attempt = key
     name = f"attempt {attempt} of rollout {rollout_id}"
     receipt = AttemptReceipt(rollout_id=rollout_id, attempt=attempt, state=RolloutState(row["state"]) if row is not None else None)

@@ -63,7 +63,7 @@ class Running:
 
     @property
     def key(self) -> AttemptKey:
-        """Return the attempt."""
+        """Rollout id and number of the attempt."""
         return self.rollout_id, self.attempt
 
 
@@ -316,7 +316,7 @@ def task_columns(task: TaskRow) -> dict[str, object]:
 
 
 def task_facts(row: Any) -> dict[str, Any]:
-    """Return the fields of a message that are in these columns, except its prompt."""
+    """Return the fields of a task that a row of tasks or rollouts holds, except its prompt: tasks and leases differ in its type."""
     return {
         "task_id": row.task_id,
         "input": Raw(row.input.encode()),

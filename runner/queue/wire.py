@@ -82,7 +82,7 @@ class AttemptReference(Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> AttemptKey:
-        """Return the attempt."""
+        """Rollout id and number of the attempt."""
         return self.rollout_id, self.attempt
 
 
