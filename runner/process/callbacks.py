@@ -177,7 +177,7 @@ class Callbacks:
     async def _post_ready(self, run_id: str, rollouts: Sequence[str], url: str, seconds: float, refusals: dict[str, _Refusal]) -> None:
         """Post the trajectories of rollouts as they are ready, one after the other, each once; keep `refusals`, by rollout, up to date.
 
-        Those that are not ready are waited for as many seconds at most, and no longer once one is refused.
+        Those that are not ready are waited for at most `seconds`, and no longer once one is refused.
         """
         refused: list[str] = []
         async with aclosing(self._trajectories(run_id, rollouts, seconds, lambda: bool(refused))) as trajectories:

@@ -186,7 +186,7 @@ class Processing:
     ) -> AsyncGenerator[Trajectory]:
         """Yield the trajectories of rollouts of a run as they are ready.
 
-        They are waited for as many seconds at most, and no longer once `is_over` returns True, as where the client has left.
+        They are waited for at most `seconds`, and no longer once `is_over` returns True, as where the client has left.
 
         Raises:
             StoreError: the store does not answer, or fails.

@@ -28,7 +28,10 @@ class RewardClient(AsyncClient):
         super().__init__(RemoteService("the reward service", url, token, SpangradError, "Start it with `spangrad rewards serve`."))
 
     async def evaluate(self, body: Mapping[str, object], seconds: float) -> AttemptOutcome:
-        """Return the rewards of an attempt, or its failure; all tries together take at most `seconds`."""
+        """Return the rewards of an attempt, or its failure; all tries together take at most `seconds`.
+
+        `body` has the fields of `runner.rewards.server.EvaluationRequest`.
+        """
         try:
             content = await self.send("POST", "", json.dumps(body).encode(), within_seconds=seconds)
         except RequestError as failure:

@@ -49,7 +49,7 @@ class TaskRow(Struct, frozen=True, kw_only=True, omit_defaults=True):
     input: Raw
     """Input of the agent: any JSON value, kept as it was written."""
     prompt: PinnedPrompt | None = None
-    """Prompt version that attempts at the task fetch under the prompt's name. None: the version that they would fetch without the task."""
+    """Prompt version that attempts fetch under the prompt's name. None: the one that the whole request names, else the published one."""
     least_sandbox: SandboxRung | None = None
     """Weakest kind of sandbox that attempts may run in; a worker that has a weaker one refuses. None: any, and none as well."""
     data_source: OptionalName = ""
