@@ -35,6 +35,7 @@ _COUNTED = frozenset({Mode.TRAIN, Mode.GREEDY})
 """Modes of rollouts that count for the demand."""
 
 Queued = Callable[[Rollout, Settings], NewRollout]
+"""Function that converts a rollout to the queue's form."""
 Served = Callable[[str], Awaitable[int | None]]
 """Function that gives the newest version of a policy that is served, or None: no version is served, or the version is unknown."""
 
@@ -68,7 +69,7 @@ def missing_groups(demand: DemandState, extra: int) -> int:
 
 
 class DemandSource:
-    """Task source of one run; `queued` converts a rollout to the queue's form."""
+    """Task source of one run; takes its tasks again and again, in an order that depends on the seed."""
 
     def __init__(self, settings: Settings, queue: QueueClient, tasks: Sequence[Task], *, seed: int, queued: Queued, served: Served) -> None:
         self._settings = settings

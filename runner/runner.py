@@ -305,12 +305,12 @@ async def open_handlers(
     services = RunServices(gateway, roots, opened_queue, files, LostAttempts(gateway, roots, opened_queue))
     attempts: dict[str, Attempts] = {}
     pools: list[HostPool] = []
-    for source, (of_agent, sandbox) in opened.items():
+    for source, (agent_services, sandbox) in opened.items():
         runner, spec = _of_handler(settings, source).runner, agents[source]
         pool = HostPool(spec, runner, agent_environment(os.environ, settings, spec), sandbox and sandbox.launch, name=source)
         stack.push_async_callback(pool.close)
         await asyncio.to_thread(remove_of_dead, spec)
-        attempts[source] = Attempts(pool, services, runner, of_agent, sandbox.facts if sandbox else UNCONFINED)
+        attempts[source] = Attempts(pool, services, runner, agent_services, sandbox.facts if sandbox else UNCONFINED)
         pools.append(pool)
     await asyncio.gather(*(pool.start() for pool in pools))
     return Handlers(attempts, services)
