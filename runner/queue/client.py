@@ -19,7 +19,6 @@ from pydantic import SecretStr
 
 from runner.ids import ordered_ids
 from runner.queue.wire import (
-    AttemptKey,
     AttemptReceipt,
     AttemptReceipts,
     Cancelled,
@@ -33,6 +32,7 @@ from runner.queue.wire import (
     Failure,
     Heartbeat,
     Held,
+    LeaseKey,
     LeaseRelease,
     LeaseRequest,
     Leases,
@@ -224,7 +224,7 @@ class LeaseHeartbeats:
         self._worker = worker
         self._ended = ended
         self._ran = ran
-        self._leases: dict[AttemptKey, RolloutLease] = {}
+        self._leases: dict[LeaseKey, RolloutLease] = {}
         self._stopped_early: deque[AttemptReceipt] = deque(maxlen=_STOPPED_EARLY_KEPT)
         """Attempts that were ended before this worker had the response with their lease."""
         self._tasks: list[asyncio.Task[None]] = []

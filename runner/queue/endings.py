@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from runner.queue.rows import ATTEMPTS_AMONG, NEWEST_END, OPEN, add_counts, chunks, rows_among
 from runner.queue.tables import ATTEMPTS, ENDED, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
-from runner.queue.wire import AttemptKey, AttemptReceipt, Cancelled, ClosedEndings, Ending, RolloutSelector, RolloutState
+from runner.queue.wire import AttemptReceipt, Cancelled, ClosedEndings, Ending, LeaseKey, RolloutSelector, RolloutState
 from spangrad.agent.reward_values import Rewards
 from spangrad.database import insert_new
 from spangrad.types import AttemptFailure
@@ -61,9 +61,9 @@ class Endings:
             add_counts(transaction, run_id, {state: number})
         return results
 
-    def cancel(self, transaction: sa.Connection, which: RolloutSelector) -> tuple[Cancelled, list[AttemptKey]]:
+    def cancel(self, transaction: sa.Connection, which: RolloutSelector) -> tuple[Cancelled, list[LeaseKey]]:
         """Cancel queued and running rollouts; return the counts, and the attempts that were running."""
-        held: list[AttemptKey] = []
+        held: list[LeaseKey] = []
         number, wall = 0, time.time()
         highest = transaction.execute(sa.select(sa.func.max(ROLLOUTS.c.seq))).scalar() or 0
         for condition in _condition(which):
@@ -134,7 +134,7 @@ def _rollouts(transaction: sa.Connection, ids: Sequence[str]) -> dict[str, dict[
     return {row["rollout_id"]: dict(row) for row in rows_among(transaction, _SELECT_STATES, ids)}
 
 
-def _ended(transaction: sa.Connection, rollout_ids: Sequence[str]) -> dict[AttemptKey, Any]:
+def _ended(transaction: sa.Connection, rollout_ids: Sequence[str]) -> dict[LeaseKey, Any]:
     return {(row["rollout_id"], row["attempt"]): row for row in rows_among(transaction, ATTEMPTS_AMONG, rollout_ids)}
 
 
@@ -143,7 +143,7 @@ def _is_running(row: Mapping[str, Any] | None, attempt: int) -> bool:
 
 
 def _receipt(
-    key: AttemptKey, row: Mapping[str, Any] | None, recorded_row: Mapping[str, Any] | None, ending: Ending | None = None
+    key: LeaseKey, row: Mapping[str, Any] | None, recorded_row: Mapping[str, Any] | None, ending: Ending | None = None
 ) -> AttemptReceipt:
     """Build the result for an attempt that is not running; `ending` is the report that it answers. None: it answers none."""
     rollout_id, attempt = key
@@ -172,7 +172,7 @@ def _is_recorded(ending: Ending, row: Mapping[str, Any]) -> bool:
     return facts == (row["reason"], row["detail"], row["rewards"], row["calls"], row["seconds"])
 
 
-def not_running(connection: sa.Connection, attempts: Sequence[AttemptKey]) -> list[AttemptReceipt]:
+def not_running(connection: sa.Connection, attempts: Sequence[LeaseKey]) -> list[AttemptReceipt]:
     """Return a result for each of these attempts that is not running, though its worker holds it to be; none for those that run."""
     ids = [rollout_id for rollout_id, _ in attempts]
     rows, recorded = _rollouts(connection, ids), _ended(connection, ids)

@@ -19,7 +19,7 @@ from msgspec import Raw
 
 from runner.ids import require_short
 from runner.queue.tables import ATTEMPTS, DEMANDS, GROUP_COUNTS, GROUPS, ROLLOUTS, RUNS
-from runner.queue.wire import AttemptKey, AttemptRecord, LeaseRequest, QueuedRollout, RolloutLease, Rollouts, RolloutState, RunCounts
+from runner.queue.wire import AttemptRecord, LeaseKey, LeaseRequest, QueuedRollout, RolloutLease, Rollouts, RolloutState, RunCounts
 from spangrad.database import insert_new
 from spangrad.http.announcements import NO_LIMITS, OWN_SAMPLING, CallLimits, SamplingParameters
 from spangrad.http.queue_messages import DemandRequest, DemandState, NewRollout, TaskRow
@@ -62,7 +62,7 @@ class Running:
     """Beginning in seconds of the monotonic clock of that boot."""
 
     @property
-    def key(self) -> AttemptKey:
+    def key(self) -> LeaseKey:
         """Rollout id and number of the attempt."""
         return self.rollout_id, self.attempt
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
 from runner.queue.rows import Running
-from runner.queue.wire import AttemptKey, Failure, Held, RolloutLease
+from runner.queue.wire import Failure, Held, LeaseKey, RolloutLease
 from spangrad.leases import LeaseClock, is_dead, this_boot
 from spangrad.types import AttemptFailure
 
@@ -24,16 +24,16 @@ class RunningAttempts:
     """Running attempts of the queue, with the clocks of their leases and time limits."""
 
     def __init__(self) -> None:
-        self._leases = LeaseClock[AttemptKey]()
+        self._leases = LeaseClock[LeaseKey]()
         """Time until each lease expires."""
-        self._time_limits = LeaseClock[AttemptKey]()
+        self._time_limits = LeaseClock[LeaseKey]()
         """Time until each attempt exceeds its time limit."""
-        self._running: dict[AttemptKey, Running] = {}
+        self._running: dict[LeaseKey, Running] = {}
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def __contains__(self, key: AttemptKey) -> bool:
+    def __contains__(self, key: LeaseKey) -> bool:
         return key in self._running
 
     def sweeps(self) -> AsyncIterator[None]:
@@ -61,7 +61,7 @@ class RunningAttempts:
             self.remove(key)
         self.add(one for key, one in by_key.items() if key not in self._running)
 
-    def extend(self, key: AttemptKey, lease_seconds: float) -> None:
+    def extend(self, key: LeaseKey, lease_seconds: float) -> None:
         """Set the time for which a lease holds from now on; nothing happens for an attempt that has ended."""
         if running := self._running.get(key):
             self._running[key] = replace(running, lease_seconds=lease_seconds)
@@ -77,7 +77,7 @@ class RunningAttempts:
             self._time_limits.renew(held.key, running.timeout_seconds + running.lease_seconds - held.ran)
         return True
 
-    def remove(self, key: AttemptKey) -> Running | None:
+    def remove(self, key: LeaseKey) -> Running | None:
         """Remove an attempt and return it. None: it was not running."""
         self._leases.forget(key)
         self._time_limits.forget(key)
@@ -85,7 +85,7 @@ class RunningAttempts:
 
     def expired(self, *, check_workers: bool) -> Sequence[Failure]:
         """Return the endings of attempts whose time is over, whose lease has expired or, where asked, whose worker's process is dead."""
-        details: dict[AttemptKey, str] = {}
+        details: dict[LeaseKey, str] = {}
         for key in self._time_limits.expired():
             details[key] = f"it ran for more than {self._running[key].timeout_seconds:g} s, and its worker did not end it"
         for key in self._leases.expired():

@@ -27,7 +27,6 @@ from runner.queue.running_attempts import RunningAttempts
 from runner.queue.stopped_attempts import GatewayOrders, StoppedAttempts
 from runner.queue.tables import QueueDatabase, ServedElsewhereError
 from runner.queue.wire import (
-    AttemptKey,
     AttemptReceipts,
     Cancelled,
     ClosedEndings,
@@ -40,6 +39,7 @@ from runner.queue.wire import (
     Failure,
     Heartbeat,
     Held,
+    LeaseKey,
     LeaseRelease,
     LeaseRequest,
     Leases,
@@ -291,7 +291,7 @@ class Service:
 
     async def _end(self, endings: Sequence[Ending], *, by_queue: bool = False) -> AttemptReceipts:
         results = await self._write(lambda transaction: self._endings.end(transaction, endings))
-        ended: list[tuple[AttemptKey, AttemptFailure | None]] = []
+        ended: list[tuple[LeaseKey, AttemptFailure | None]] = []
         for ending, result in zip(endings, results, strict=True):
             running = self._running.remove(ending.key)
             if running is None or result.refused is not None:
@@ -304,7 +304,7 @@ class Service:
             self._arrivals.notify()
         return AttemptReceipts(results=results)
 
-    def _note_ends(self, ended: Sequence[tuple[AttemptKey, AttemptFailure | None]]) -> None:
+    def _note_ends(self, ended: Sequence[tuple[LeaseKey, AttemptFailure | None]]) -> None:
         """Count attempts that have ended, have the gateway end the calls of those that failed, and wake those who wait for an end."""
         self.ended.update(reason.value if reason else RolloutState.SUCCEEDED.value for _, reason in ended)
         if self._gateway is not None:

@@ -18,7 +18,7 @@ import msgspec
 from pydantic import SecretStr
 
 from runner.queue.notifier import Notifier, wait_for_event
-from runner.queue.wire import AttemptKey
+from runner.queue.wire import LeaseKey
 from spangrad.http.announcements import ClosedAttempt, ClosingRequest
 from spangrad.http.async_http import AsyncClient
 from spangrad.http.service import RequestError, gateway_service
@@ -41,19 +41,19 @@ class StoppedAttempts:
     """Attempts that the queue ended, in order, and the workers that wait for the next one; within one event loop."""
 
     def __init__(self) -> None:
-        self._stops: deque[tuple[int, str, AttemptKey]] = deque(maxlen=STOPS_KEPT)
+        self._stops: deque[tuple[int, str, LeaseKey]] = deque(maxlen=STOPS_KEPT)
         # Workers keep their position when the server is started again: its numbers go on from later ones.
         self._next = time.time_ns()
         self._notifier = Notifier()
 
-    def add(self, stopped: Iterable[tuple[str, AttemptKey]]) -> None:
+    def add(self, stopped: Iterable[tuple[str, LeaseKey]]) -> None:
         """Add attempts with the names of their workers, and wake these."""
         for worker, key in stopped:
             self._stops.append((self._next, worker, key))
             self._next += 1
             self._notifier.notify(worker)
 
-    async def after(self, worker: str, position: int, wait_seconds: float) -> tuple[list[AttemptKey], int]:
+    async def after(self, worker: str, position: int, wait_seconds: float) -> tuple[list[LeaseKey], int]:
         """Return a worker's attempts after a position, and the next position; if there is none, wait for one as long as requested."""
         end = time.monotonic() + wait_seconds
         while True:
@@ -83,7 +83,7 @@ class GatewayOrders:
         """Return the orders to the gateway of the settings. None: agents call the engine itself (runner.gateway)."""
         return cls(settings.gateway.url, settings.gateway.token) if settings.runner.gateway else None
 
-    def close_attempts(self, failed: Iterable[tuple[AttemptKey, AttemptFailure]]) -> None:
+    def close_attempts(self, failed: Iterable[tuple[LeaseKey, AttemptFailure]]) -> None:
         """Add orders; `run` sends them."""
         self._waiting.extend(ClosedAttempt(rollout_id=rollout, attempt=attempt, reason=reason) for (rollout, attempt), reason in failed)
         self._arrived.set()

@@ -18,8 +18,8 @@ from spangrad.types import POLICY_FAILURES, AttemptFailure, Mode, PromptVersion,
 
 CallCount = Annotated[int, Meta(ge=0, lt=2**31)]
 """Number of policy calls, which PostgreSQL keeps in 32 bits: a larger one would fail the transaction of all requests that share it."""
-AttemptKey = tuple[str, int]
-"""Rollout id and number of an attempt."""
+LeaseKey = tuple[str, int]
+"""Rollout id and number of an attempt that is or was leased."""
 LIST_MOST = 1000
 """Largest number of rollouts in one response."""
 
@@ -81,7 +81,7 @@ class AttemptReference(Struct, frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=0)]
 
     @property
-    def key(self) -> AttemptKey:
+    def key(self) -> LeaseKey:
         """Rollout id and number of the attempt."""
         return self.rollout_id, self.attempt
 

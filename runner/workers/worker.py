@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from runner.queue.client import LeaseHeartbeats
-from runner.queue.wire import AttemptKey, AttemptReceipt, Completion, Ending, Failure, RolloutLease, RolloutState
+from runner.queue.wire import AttemptReceipt, Completion, Ending, Failure, LeaseKey, RolloutLease, RolloutState
 from runner.workers.attempts import LeasedAttempt, StopReason
 from runner.workers.handlers import Handlers
 from runner.workers.lost_attempts import rollout_of
@@ -44,7 +44,7 @@ class Worker:
         self._free = handlers.entry
         self._retry_seconds = store_retry_seconds
         self._room = asyncio.Event()
-        self._held: dict[AttemptKey, LeasedAttempt] = {}
+        self._held: dict[LeaseKey, LeasedAttempt] = {}
         self._attempt_tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Queue[LeasedAttempt] = asyncio.Queue()
         self._changes = asyncio.Condition()
