@@ -24,6 +24,8 @@ class RunningAttempts:
     """Running attempts of the queue, with the clocks of their leases and time limits."""
 
     def __init__(self) -> None:
+        self._boot = this_boot()
+        """Boot that clocks count from. Read at the start, for hand-outs as well: a later read may find no free descriptor."""
         self._leases = LeaseClock[LeaseKey]()
         """Time until each lease expires."""
         self._time_limits = LeaseClock[LeaseKey]()
@@ -43,7 +45,7 @@ class RunningAttempts:
     def add(self, attempts: Iterable[Running]) -> None:
         """Add attempts; the time that they have run in this boot counts."""
         for attempt in attempts:
-            ran = time.monotonic() - attempt.began if attempt.boot == this_boot() else 0.0
+            ran = time.monotonic() - attempt.began if attempt.boot == self._boot else 0.0
             self._running[attempt.key] = attempt
             self._leases.renew(attempt.key, attempt.lease_seconds)
             # A worker has a lease's time more to end an attempt by itself: it knows better how it ended, and how long the agent ran.
@@ -51,7 +53,7 @@ class RunningAttempts:
 
     def lease(self, leases: Iterable[RolloutLease], worker: str) -> None:
         """Add the attempts that a worker was just given."""
-        began = this_boot(), time.monotonic()
+        began = self._boot, time.monotonic()
         self.add(Running(*lease.key, lease.lease_seconds, lease.timeout_seconds, worker, *began) for lease in leases)
 
     def replace(self, attempts: Iterable[Running]) -> None:

@@ -18,6 +18,7 @@ from runner.queue.service import Service
 from runner.queue.wire import LeaseRequest, Purge, Purged, RolloutState
 from spangrad.database import Database
 from spangrad.errors import QueueError
+from spangrad.leases import this_boot
 from tests.support.runners import done, is_locked, is_true, new_rollouts, queue_settings, serving, until
 from tests.support.servers import running_postgres
 
@@ -113,6 +114,19 @@ async def test_leases_expire_after_sweep_that_found_no_descriptor(tmp_path: Path
 
         await until(is_lost)
         assert not failures
+
+
+async def test_first_lease_without_descriptors_is_handed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    this_boot.cache_clear()
+    async with serving(queue_settings(f"sqlite:///{tmp_path}/q.db")) as (client, service):
+        await client.enqueue("run", new_rollouts(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", refuse)
+            leases = await service.lease(LeaseRequest(run_id="run", worker="worker", count=1))
+        assert [lease.rollout_id for lease in leases.leases] == ["r0"]
 
 
 async def test_running_attempts_are_read_again_after_read_without_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
