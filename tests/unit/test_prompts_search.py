@@ -149,10 +149,10 @@ def test_search_measures_every_candidate_once_and_never_gets_worse(rounds: int, 
 
 
 class Equals(World):
-    """A world whose prompts are all worth the same; the last of three edits is no new text, and version 4 cannot be compared."""
+    """A world whose prompts are all worth the same; the last of four edits is no new text, and version 4 cannot be compared."""
 
     def edit(self, name: str, text: str | None, edit: Edit) -> int | None:
-        version = (3, 4, 1)[edit.number]
+        version = (9, 3, 4, 1)[edit.number]
         self.texts[version] = str(version)
         self.recorded.append(replace(edit, version=version))
         return version
@@ -166,9 +166,13 @@ class Equals(World):
 
 
 def test_search_keeps_older_of_equals_and_ranks_no_unmeasured_version() -> None:
-    result = search(Equals(), rounds=1, beam_width=3, branch=3)
-    assert [[candidate.version for candidate in beam] for beam in result.beams] == [[1], [1, 3]]
-    assert [candidate.version for candidate in result.candidates] in ([1, 3, 4], [1, 4, 3])
+    world = Equals()
+    result = search(world, rounds=2, beam_width=3, branch=4)
+    # Older is who entered first: version 3 is another search's, and older than 9 as a text alone.
+    assert [[candidate.version for candidate in beam] for beam in result.beams] == [[1], [1, 9, 3], [1, 9, 3]]
+    assert [candidate.version for candidate in result.candidates] == [1, 9, 3, 4]
+    tries = Counter(trial.version for trial in world.trials if trial.task_id.startswith("held"))
+    assert tries == dict.fromkeys((1, 9, 3, 4), len(QUESTION.held_out)), "none is measured again, with a score or without"
 
 
 def test_search_changes_no_published_prompt_and_names_edits() -> None:
