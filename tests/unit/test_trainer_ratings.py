@@ -64,7 +64,7 @@ def test_ratings_are_finite_and_balance_points_won(games: list[tuple[int, int, f
 
 SCORES = st.lists(
     st.builds(
-        Score, st.builds(Competitor, st.sampled_from("ab")), st.builds(Competitor, st.sampled_from("cd")), st.sampled_from([0.0, 1.0])
+        Score, st.builds(Competitor, st.sampled_from("ab")), st.builds(Competitor, st.sampled_from("cd")), st.sampled_from([0.0, 0.5, 1.0])
     ),
     max_size=20,
 )
