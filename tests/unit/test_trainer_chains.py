@@ -73,7 +73,7 @@ def test_assemble_for_token_estimator_leaves_advantages_to_optimizer():
 
     batch, facts, calls = assemble(loaded, trainer_settings(estimator="gae", max_tokens_per_device=9), never, lineage=[0], divisor=4)  # type: ignore[arg-type]
     assert batch.call_rewards is not None
-    assert (batch.rollout[:3].tolist(), batch.call_rewards[:3].tolist()) == ([0, 0, 1], [0, 6, 1])
+    assert (batch.rollout.tolist(), batch.group.tolist(), batch.call_rewards.tolist()) == ([0, 0, 1, -1], [0, 0, 0, -1], [0, 6, 1, 0])
     assert not batch.advantages.any()
     assert (batch.real_rows, facts["transitions"], facts["masked_too_long"]) == (3, 3, 1)
     # The engine gives each token its own; the mean over a call's tokens is kept.
