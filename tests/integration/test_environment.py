@@ -6,7 +6,6 @@ import importlib.util
 import json
 import sys
 import threading
-import time
 import venv
 from pathlib import Path
 from types import ModuleType
@@ -49,20 +48,23 @@ def test_environment_held_waits_for_other_holder(
 ) -> None:
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     pinned = environment.Environment("x", tmp_path / ".venv", (), (), ())
-    order = list[str]()
+    order, waits = list[str](), threading.Event()
+
+    def print_line(line: str, *, flush: bool) -> None:
+        print(line, flush=flush)
+        waits.set()
 
     def hold_too() -> None:
         with environment.held(pinned):
             order.append("second")
 
+    # What is printed while `capfd` is read is lost.
+    monkeypatch.setattr(environment, "print", print_line, raising=False)
     second = threading.Thread(target=hold_too)
     with environment.held(pinned):
         second.start()
-        printed = ""
-        while "setup: .venv is in the hands of another command: waiting" not in printed:
-            assert second.is_alive()
-            printed += capfd.readouterr().out  # a read may come in the middle of a line
-            time.sleep(0.01)
+        assert waits.wait(60)
+        assert capfd.readouterr().out == "setup: .venv is in the hands of another command: waiting\n"
         order.append("first")
     second.join(10)
     assert order == ["first", "second"]
