@@ -91,6 +91,8 @@ class SlicePace:
         """
         if rows.is_empty():
             return
+        # What has arrived since the last pass may be much larger.
+        self._most = min(self._most, FIRST_SLICE)
         oldest = rows.group_by(key).agg(Oldest=pl.col("IngestedAt").min()).sort("Oldest", key)
         begin, backlog = 0, oldest.height
         while begin < backlog:

@@ -49,10 +49,18 @@ def test_slices_hold_whole_rollouts_oldest_first() -> None:
     assert list(SlicePace().slices(rows.clear(), "RolloutId", lambda: SLICE_SECONDS, lambda: None)) == []
 
 
+def test_slices_of_each_backlog_begin_with_few_rollouts() -> None:
+    pace = SlicePace()
+    drained(pace, 20_000, 0.2, 0.0005)
+    rows = pl.DataFrame({"RolloutId": [f"r{at}" for at in range(8 * FIRST_SLICE)], "IngestedAt": [NOW] * 8 * FIRST_SLICE})
+    sizes = [part.height for part in pace.slices(rows, "RolloutId", lambda: SLICE_SECONDS, lambda: None)]
+    assert sizes[:2] == [FIRST_SLICE, 2 * FIRST_SLICE]
+
+
 def test_slices_are_paced_by_their_own_time_alone() -> None:
     pace = SlicePace()
     rows = pl.DataFrame({"RolloutId": [f"r{at}" for at in range(FIRST_SLICE)], "IngestedAt": [NOW] * FIRST_SLICE})
-    # The builder built_before for training between two slices.
+    # The builder builds training between two slices.
     assert len(list(pace.slices(rows, "RolloutId", lambda: SLICE_SECONDS, lambda: time.sleep(2 * SLICE_SECONDS)))) == 1
     assert pace.begin(2 * FIRST_SLICE, 2 * FIRST_SLICE, SLICE_SECONDS) == 2 * FIRST_SLICE
 
