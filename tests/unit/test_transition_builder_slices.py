@@ -106,7 +106,7 @@ def test_slices_of_a_slow_backlog_hold_4096_spans() -> None:
     assert max(drained(SlicePace(), 20_000, 10.0, 0.025, spans=1000)[1:]) == SMALLEST_SLICE
 
 
-def test_slice_after_one_of_waiting_rollouts_is_sized_by_spans_of_built_ones() -> None:
+def test_slice_after_waiting_rollouts_is_sized_by_spans_of_those_built() -> None:
     pace = SlicePace()
     pace.begin(20_000, 20_000, SLICE_SECONDS)
     # All others wait.
