@@ -253,12 +253,15 @@ def kept_answers(direct_mode: DirectMode, since: int) -> list[dict[str, Any]]:
         " AND SpanAttributes['openinference.span.kind'] = 'LLM' AND position(SpanAttributes['output.value'], '\"spangrad\"') > 0"
         " ORDER BY Timestamp"
     )
-    answers = [(row, json.loads(row["Answer"])) for row in rows]
-    return [
-        {**row, "PromptIds": answer["prompt_token_ids"], "ResponseIds": answer["choices"][0]["token_ids"]}
-        for row, answer in answers
-        if "choices" in answer
-    ]
+    return [{**row, **ids_of(json.loads(row["Answer"]))} for row in rows]
+
+
+def ids_of(answer: dict[str, Any]) -> dict[str, list[int]]:
+    """Return PromptIds and ResponseIds of an answer's first choice, or of a response's last generation."""
+    if "choices" in answer:
+        return {"PromptIds": answer["prompt_token_ids"], "ResponseIds": answer["choices"][0]["token_ids"]}
+    generation = answer["spangrad"]["generations"][-1]
+    return {"PromptIds": generation["prompt_token_ids"], "ResponseIds": generation["token_ids"]}
 
 
 @pytest.mark.slow
