@@ -137,7 +137,7 @@ class QueueClient(AsyncClient):
 
     async def fail(self, failures: Sequence[Failure]) -> list[AttemptReceipt]:
         """Report that attempts failed; see `refused` of each result. A detail may hold any text of the agent."""
-        cleaned = [msgspec.structs.replace(one, detail=storable(one.detail)) for one in failures]
+        cleaned = [msgspec.structs.replace(failure, detail=storable(failure.detail)) for failure in failures]
         return (await self._change("/v1/leases/fail", AttemptReceipts, Fail(failures=cleaned))).results
 
     async def release(self, leases: Sequence[RolloutLease | Held], detail: str = "") -> list[AttemptReceipt]:
@@ -231,7 +231,7 @@ class LeaseHeartbeats:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
-        beating = beat(lambda: [one.lease_seconds for one in self._leases.values()], self._changed, self._renew)
+        beating = beat(lambda: [lease.lease_seconds for lease in self._leases.values()], self._changed, self._renew)
         self._tasks = [asyncio.create_task(beating, name="queue heartbeat"), asyncio.create_task(self._watch(), name="queue stops")]
         return self
 
@@ -243,7 +243,7 @@ class LeaseHeartbeats:
 
     def keep(self, leases: Iterable[RolloutLease]) -> None:
         """Add leases to the heartbeats."""
-        self._leases.update((one.key, one) for one in leases)
+        self._leases.update((lease.key, lease) for lease in leases)
         self._changed.set()
         for result in [result for result in self._stopped_early if result.key in self._leases]:
             self._stopped_early.remove(result)

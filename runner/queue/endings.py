@@ -35,7 +35,8 @@ class Endings:
         """End attempts, which may have ended already, or never existed; return results in the order of the endings."""
         wall = time.time()
         rows = _rollouts(transaction, [ending.rollout_id for ending in endings])
-        recorded = _ended(transaction, [one.rollout_id for one in endings if not _is_running(rows.get(one.rollout_id), one.attempt)])
+        stopped = [ending.rollout_id for ending in endings if not _is_running(rows.get(ending.rollout_id), ending.attempt)]
+        recorded = _ended(transaction, stopped)
         updates: list[dict[str, object]] = []
         new: list[dict[str, object]] = []
         ended = Counter[tuple[str, str]]()

@@ -58,10 +58,10 @@ class RunningAttempts:
 
     def replace(self, attempts: Iterable[Running]) -> None:
         """Keep exactly these attempts; those that are running already are not renewed."""
-        by_key = {one.key: one for one in attempts}
+        by_key = {attempt.key: attempt for attempt in attempts}
         for key in [key for key in self._running if key not in by_key]:
             self.remove(key)
-        self.add(one for key, one in by_key.items() if key not in self._running)
+        self.add(attempt for key, attempt in by_key.items() if key not in self._running)
 
     def extend(self, key: LeaseKey, lease_seconds: float) -> None:
         """Set the time for which a lease holds from now on; nothing happens for an attempt that has ended."""
@@ -94,7 +94,7 @@ class RunningAttempts:
             running = self._running[key]
             details[key] = f"no heartbeat of {running.worker} for {running.lease_seconds:g} s"
         if check_workers:
-            dead = {worker for worker in {one.worker for one in self._running.values()} if is_dead(worker)}
+            dead = {worker for worker in {attempt.worker for attempt in self._running.values()} if is_dead(worker)}
             for key, running in self._running.items():
                 if running.worker in dead:
                     details[key] = f"its worker's process has ended: {running.worker}"

@@ -147,7 +147,7 @@ class Service:
 
     async def enqueue(self, request: Enqueue) -> Enqueued:
         """Add rollouts."""
-        ids = [one.rollout_id or next(self._ids) for one in request.rollouts]
+        ids = [rollout.rollout_id or next(self._ids) for rollout in request.rollouts]
 
         def add(transaction: sa.Connection) -> int | None:
             if request.after_groups is not None and ids and rows.rollout(transaction, ids[0]) is None:  # else the request is sent again
@@ -200,7 +200,7 @@ class Service:
 
     async def extend(self, request: Extend) -> AttemptReceipts:
         """Set the time for which leases hold from now on; return results for those that have ended."""
-        keys = [one.key for one in request.leases]
+        keys = [lease.key for lease in request.leases]
         held = [key for key in keys if key in self._running]
         await self._write(lambda transaction: rows.extend(transaction, held, request.seconds))
         for key in held:
@@ -214,13 +214,13 @@ class Service:
 
     async def fail(self, request: Fail) -> AttemptReceipts:
         """End attempts that failed."""
-        return await self._end([replace(one, detail=storable(one.detail)) for one in request.failures])
+        return await self._end([replace(failure, detail=storable(failure.detail)) for failure in request.failures])
 
     async def release(self, request: LeaseRelease) -> AttemptReceipts:
         """Take leases back; their attempts do not count."""
         reason, detail = AttemptFailure.RELEASED, storable(request.detail)
         return await self._end(
-            [Failure(rollout_id=one.rollout_id, attempt=one.attempt, reason=reason, detail=detail) for one in request.leases]
+            [Failure(rollout_id=lease.rollout_id, attempt=lease.attempt, reason=reason, detail=detail) for lease in request.leases]
         )
 
     async def close_endings(self, closed: ClosedEndings) -> ClosedEndings:

@@ -77,7 +77,7 @@ class Hosted:
             self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process had ended")
         elif self._begun and stage is Stage.RUN and self._host.retired:  # a new host can run the agent, but only this one can evaluate
             self._answer = AttemptOutcome(None, AttemptFailure.CRASH, "the agent's process hangs, and is replaced")
-        elif any(one.done() for one in self._ends):
+        elif any(end.done() for end in self._ends):
             if self._begun:
                 await self._cancel()
             self._answer = _STOPPED
@@ -89,7 +89,7 @@ class Hosted:
         await asyncio.wait([self._answered, self._stage_ended, *self._ends], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if self._answered.done():
             return False
-        if not self._stage_ended.done() or any(one.done() for one in self._ends):
+        if not self._stage_ended.done() or any(end.done() for end in self._ends):
             self._answer = await self._cancelled(_TIMEOUT_FAILURES[stage], f"{stage}: not done after {seconds:g} s")
             return False
         return self._stage_ended.result() != END_STAGE
@@ -114,7 +114,7 @@ class Hosted:
     async def _cancelled(self, failure: AttemptFailure, detail: str) -> AttemptOutcome:
         """Cancel an attempt that was stopped or exceeded a time limit; the latter fails with `failure` and `detail`."""
         done = await self._cancel()
-        if any(one.done() for one in self._ends):
+        if any(end.done() for end in self._ends):
             return _STOPPED
         if done and self._answered.result()["failure"] != AttemptFailure.TIMEOUT:
             return await self._read(self._answered.result())  # it ended in time; only its spans are late

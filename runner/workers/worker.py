@@ -209,7 +209,7 @@ class Worker:
             results += await self._queue.fail(failures)
         for detail, leases_back in released.items():
             results += await self._queue.release(leases_back, detail)
-        rollouts = {one.lease.key: one.rollout for one in ended if not one.final}
+        rollouts = {attempt.lease.key: attempt.rollout for attempt in ended if not attempt.final}
         refused = [result for result in results if result.refused is not None]
         for result in refused:
             _logger.warning("%s", result.refused)
