@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import polars as pl
-import pytest
 
 from benchmarks.build import compare, differing, hashes, merge_figures, truth_of
 from benchmarks.build_data import COLUMNS, OTHER_SPANS, SPANS_A_TURN, Workload
 from trainer.data.merge import merge
 
-ROOT = Path(__file__).parents[2]
 WORKLOAD = Workload(3, 8, 32)
 
 
@@ -75,14 +68,3 @@ def test_compare_counts_differing_rollouts() -> None:
     assert compare({rollout.name: right}, {"results": {rollout.name: wrong}}) == {"different": 2}
     assert compare({}, {"results": {rollout.name: built}}) == {"different": 32}
     assert differing(right, right[1:]) == 32
-
-
-@pytest.mark.slow
-def test_build_benchmark_of_256_calls_builds_every_call() -> None:
-    command = [sys.executable, "-m", "benchmarks.build", "--calls", "256"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert [result["benchmark"], result["ours"]["calls"], result["ours"]["calls_32"]["calls"]] == ["build", 256, 256]
-    assert set(result["checked"].values()) == {0}
-    assert result["checked"].keys() >= {"lost", "double", "wrong", "different", "trained_tokens"}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from benchmarks.credit_sampling import AGENT, Call, Sampled, Sampler, write_mode
 from benchmarks.credit_spans import Author, Served
 from benchmarks.credit_tasks import GOALS, KINDS, LOOK, RESPELLED, TOOLS, WORDS, Flow, Inbox, State, Task
 
-ROOT = Path(__file__).parents[2]
 END = WORDS[2]
 
 
@@ -172,16 +168,3 @@ def test_steps_to_needs_mean_of_3_steps() -> None:
     assert steps_to([0.9, 0.0, 0.9, 0.9, 0.9, 0.0]) == 4
     assert steps_to([0.9, 0.9]) is None
     assert set(OF_ONE_SEED) < set(ARMS)
-
-
-@pytest.mark.slow
-def test_credit_benchmark_resumes_after_kill(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.credit", "--tasks", "inbox", "--steps", "1", "--group", "4", "--out", str(tmp_path)]
-    there = Result("inbox", "own", 0, 4, 1, [0.5], [4.0], final=0.25)
-    (tmp_path / "runs.jsonl").write_text(json.dumps(there.json()) + "\n")
-    done = subprocess.run([*command, "--seeds", "0", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary["ours"]["inbox"]["final"][0] == 0.25
-    assert [json.loads(line)["seed"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()] == [0, 1, 0, 1]
-    assert set(summary["checked"].values()) == {0}
