@@ -63,11 +63,10 @@ WORLD = """
 
 
 @contextmanager
-def process(name: str, directory: Path, *words: str, **values: object) -> Generator[tuple[Child, str]]:
+def process(name: str, directory: Path, *words: str) -> Generator[tuple[Child, str]]:
     """A service of ours, ready, and where it is."""
     (port,) = free_ports(1)
-    sets = [word for key, value in values.items() for word in ("--set", f"runner.{key}={value}")]
-    command = ["-m", "spangrad", *words, "--directory", str(directory), "--port", str(port), *sets]
+    command = ["-m", "spangrad", *words, "--directory", str(directory), "--port", str(port)]
     child = ForkedChild(name, command, directory / f"{name}.log", inherit_settings=False)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -203,9 +202,9 @@ async def test_rewards_service_ends_while_an_evaluator_hangs(tmp_path: Path) -> 
 async def test_environment_lease_of_killed_worker_expires(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text(textwrap.dedent(WORLD))
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", queue__lease_seconds=1, max_attempts=2)
-    words = ("environments", "--factory", "worlds:World")
+    words = ("environments", "--factory", "worlds:World", "--set", "environments.lease_seconds=2")
     with (
-        process("environments", tmp_path, *words, environment_lease_seconds=2) as (_, leases),
+        process("environments", tmp_path, *words) as (_, leases),
         runner_services(tmp_path, queue__url=settings.queue.url, concurrency=1) as services,
     ):
         async with serving(settings) as (client, _):

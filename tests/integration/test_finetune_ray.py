@@ -34,6 +34,10 @@ def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_mod
         weights[workers] = load_file(place / "model.safetensors")
         metrics[workers].append(optimizer.measure(examples, optimizer.reference))
         optimizer.close()
+    for of_workers in metrics.values():
+        # The policy is still the reference before the first step, and after it, as its learning rate is 0: margins are rounding errors.
+        for step in of_workers[:2]:
+            step.pop("preference_accuracy", None)
     for local, distributed in zip(metrics[0], metrics[2], strict=True):
         assert distributed == pytest.approx(local, rel=1e-4, abs=1e-5)
     # AdamW's first steps are the gradient's sign: a last bit may turn where the gradient is all but 0.
