@@ -110,6 +110,7 @@ def settings_of(recipe: Recipe, arguments: argparse.Namespace, directory: Path) 
         "trainer": {"model": model, "directory": str(directory / "policies")},
         "store": {"path": str(directory / "store")},
         "gateway": {"spill_path": str(directory / "gateway-spill")},
+        "queue": {"db": f"sqlite:///{directory}/queue.db"},
         "runner": {"directory": str(directory / "runner")},
         "up": {"directory": str(directory)},
     }
