@@ -4,6 +4,8 @@ In: tasks, and the demand that the queue holds. Out: groups in the queue. Invari
 queue what is enqueued, so a source that is killed and started again enqueues nothing twice and omits nothing; so do several sources of a
 run, each of whose requests counts only if no other has enqueued groups since it read.
 
+While the gateway serves a version that is too old to be trained, nothing is enqueued: a new group would be stale when it began.
+
 A group that the trainer skips raises the level, and a cancelled group lowers what counts as enqueued; in both cases the next task takes its
 place. A group of which too many rollouts are dead to train the others is cancelled while these run. With runner.extra_groups, more groups
 run than are demanded; those still running when the trainer has all that it demanded are cancelled, and the extra ones are replaced only
@@ -15,7 +17,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 
 from runner.groups import cannot_be_trained, rollouts_of
@@ -68,6 +70,20 @@ def missing_groups(demand: DemandState, extra: int) -> int:
     return max(missing + extra, 0)
 
 
+def oldest_versions(demand: DemandState) -> dict[str, int]:
+    """Return the oldest version of each policy that a branch can still train; of policies for which a branch reports it."""
+    oldest: dict[str, int] = {}
+    for branch in demand.branches:
+        if branch.oldest_version is not None:
+            oldest[branch.policy] = min(branch.oldest_version, oldest.get(branch.policy, branch.oldest_version))
+    return oldest
+
+
+def _is_stale(versions: Mapping[str, int], oldest: Mapping[str, int]) -> bool:
+    """Return whether a group that began with these versions of policies is too old for each trained one; False if none is trained."""
+    return bool(oldest) and all(policy in versions and versions[policy] < oldest[policy] for policy in oldest)
+
+
 class DemandSource:
     """Task source of one run; takes its tasks again and again, in an order that depends on the seed."""
 
@@ -79,8 +95,10 @@ class DemandSource:
         self._queued = queued
         self._served = served
         self._greedy = wants_greedy(settings, Mode.TRAIN)
-        self._begun: dict[tuple[str, int], dict[str, int]] = {}
+        self._begun: dict[tuple[str, int], Mapping[str, int]] = {}
         """Attempts that run, each with the versions of all policies that were served when it was first seen."""
+        self._awaited: Mapping[str, int] = {}
+        """Versions of policies that groups waited for at the last update, until they are served."""
         self._ended: int | None = None
         """Position in the order in which rollouts ended, until which they were looked at. None: no look was taken."""
 
@@ -97,11 +115,15 @@ class DemandSource:
         demand = await self._queue.demand(run)
         if not demand.branches:  # the groups that are enqueued are not for a trainer
             return demand.groups
-        if await self._cancel_old(demand) + await self._cancel_untrainable():
+        oldest = oldest_versions(demand)
+        serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
+        if await self._cancel_old(oldest, serving) + await self._cancel_untrainable():
             demand = await self._queue.demand(run)
         missing = missing_groups(demand, self._settings.runner.extra_groups)
         if missing < 0:
             await self._cancel_stragglers(-missing)
+        elif missing and self._await_versions(oldest, serving):
+            return demand.groups
         position, enqueued = demand.enqueued + demand.cancelled, 0
         while enqueued < missing:
             count = min(missing - enqueued, _GROUPS_AT_ONCE, max(1, ENQUEUE_MOST // (self._settings.runner.group_size + 1)))
@@ -113,6 +135,16 @@ class DemandSource:
             enqueued += count
             _logger.info("enqueued %d groups: %d by now, %d are wanted", count, demand.enqueued + enqueued, demand.groups)
         return demand.groups
+
+    def _await_versions(self, oldest: Mapping[str, int], serving: Mapping[str, int]) -> bool:
+        """Return whether a group that began now would be stale; log once which versions it waits for."""
+        awaited = dict(oldest) if _is_stale(serving, oldest) else {}
+        if awaited and awaited != self._awaited:
+            _logger.info(
+                "enqueuing no groups until the gateway serves the oldest versions that can be trained: %s; now %s", oldest, serving
+            )
+        self._awaited = awaited
+        return bool(awaited)
 
     async def _cancel_stragglers(self, limit: int) -> None:
         """Cancel at most `limit` groups that have not ended, queued before running, newest first."""
@@ -144,22 +176,16 @@ class DemandSource:
                 if rollout.mode in _COUNTED:
                     yield rollout
 
-    async def _cancel_old(self, demand: DemandState) -> int:
+    async def _cancel_old(self, oldest: Mapping[str, int], serving: Mapping[str, int]) -> int:
         """Cancel the groups of attempts that began before the oldest version that a branch can still train; return how many."""
-        oldest: dict[str, int] = {}
-        for branch in demand.branches:
-            if branch.oldest_version is not None:
-                oldest[branch.policy] = min(branch.oldest_version, oldest.get(branch.policy, branch.oldest_version))
         if not oldest:
             return 0
-        serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
-        begun: dict[tuple[str, int], dict[str, int]] = {}
+        begun: dict[tuple[str, int], Mapping[str, int]] = {}
         stale_groups: set[str] = set()
         async for rollout in self._rollouts(RolloutState.RUNNING):
             key = (rollout.rollout_id, rollout.attempts[-1].attempt)
             versions = begun[key] = self._begun.get(key, serving)
-            # Where several policies are trained, a group is stale when it is too old for each of them.
-            if all(policy in versions and versions[policy] < oldest[policy] for policy in oldest):
+            if _is_stale(versions, oldest):
                 stale_groups.add(rollout.group_id)
         self._begun = begun
         return await self._cancel(stale_groups, f"that began before the oldest version that can be trained: {oldest}")

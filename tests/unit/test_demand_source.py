@@ -214,6 +214,33 @@ async def test_demand_source_judges_a_group_of_another_source_by_its_own_size(tm
         assert [cancelled for _, _, cancelled in updates] == [0, 0, 0, 1]
 
 
+async def test_demand_source_enqueues_nothing_that_would_be_stale_when_it_began(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "runner.demand_source")
+    settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2)
+    served: dict[str, int] = {}
+
+    async def version(policy: str) -> int | None:
+        return served.get(policy)
+
+    async with serving(settings) as (client, _):
+        source = DemandSource(settings, client, TASKS, seed=1, queued=queued, served=version)
+        await client.want("run", DemandRequest(policy="policy", branch="main", groups=2, oldest_version=2))
+        assert await updated(client, source) == (2, 2, 0), "the served version is unknown"
+        await client.lease("run", "worker 1", 1)
+        served["policy"] = 1
+        assert await updated(client, source) == (2, 1, 1), "the group that runs is stale, and another would be as well"
+        assert await updated(client, source) == (2, 1, 0)
+        assert caplog.text.count("until the gateway serves") == 1
+        served["policy"] = 2
+        assert await updated(client, source) == (2, 2, 0)
+        # Where two policies are trained, a group that is too old for both is not begun.
+        await client.want("run", DemandRequest(policy="other", branch="main", groups=3, oldest_version=5))
+        served |= {"policy": 1, "other": 4}
+        assert (await updated(client, source))[1] == 2
+        served["other"] = 5
+        assert (await updated(client, source))[1] == 3
+
+
 @pytest.mark.parametrize("groups", [0, 9])
 async def test_demand_source_without_a_demand_enqueues_and_cancels_nothing(tmp_path: Path, groups: int) -> None:
     settings = queue_settings(f"sqlite:///{tmp_path}/queue.db", run_id="run", group_size=2, extra_groups=2)
