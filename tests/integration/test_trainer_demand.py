@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings import QueueSettings, Settings
 from tests.support.policies import skip, trainer_settings
+from tests.support.runners import queue_settings, serving
 from tests.support.trainers import SPEC, FakeSource, Place, committed, group, settings, wired, write_base
 from trainer.data.source import BatchRollout, Group
 from trainer.ledger import demand as demand_module
-from trainer.ledger.demand import ConsumedGroups, Consumption, demand, groups_wanted, in_flight, usable
+from trainer.ledger.demand import ConsumedGroups, Consumption, DemandReporter, demand, groups_wanted, in_flight, usable
 from trainer.ledger.ledger import Ledger
 from trainer.ledger.skips import SkipReason
 
@@ -284,3 +286,22 @@ def test_demand_without_queue_or_train_mode_is_not_stated(tmp_path: Path, queue:
     wired(settings(base, tmp_path / "a"), FakeSource([])).run(follow=False)
     wired(with_queue(settings(base, tmp_path / "b", modes=("production",)), queue), FakeSource([])).run(follow=False)
     assert queue.asked == []
+
+
+async def test_demand_of_another_ledger_in_queue_is_refused_or_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A new ledger gets none of the groups that a deleted one demanded, and would wait for ever."""
+    of_queue = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=1)
+    trainer = wired(chosen.model_copy(update={"queue": of_queue.queue}), FakeSource([]))
+    run, own = chosen.trainer.run_id, {"policy": chosen.trainer.policy, "branch": chosen.trainer.branch}
+    async with serving(of_queue) as (client, _):
+        await asyncio.to_thread(trainer.demand.call)
+        assert not caplog.text
+        trainer.demand = DemandReporter(trainer.settings, trainer.branch, SPEC)
+        await client.want(run, DemandRequest(**own, groups=6, oldest_version=0))
+        await asyncio.to_thread(trainer.demand.call)
+        assert "for 6 groups, and this ledger needs 4 and has consumed none. If another ledger trained there" in caplog.text
+        await client.want(run, DemandRequest(**own, groups=8, oldest_version=1))
+        trainer.demand = DemandReporter(trainer.settings, trainer.branch, SPEC)
+        with pytest.raises(QueueError, match="for version 1, and this ledger ends at version 0"):
+            await asyncio.to_thread(trainer.demand.call)

@@ -23,6 +23,7 @@ import sqlalchemy as sa
 from spangrad.client.queue_http import state_demand
 from spangrad.errors import QueueError
 from spangrad.http.queue_messages import DemandRequest
+from spangrad.http.service import without_userinfo
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
 from trainer.ledger.batch_rollouts import by_version, oldest_open
@@ -209,6 +210,9 @@ class DemandReporter:
         """Report the demand if the queue does not know it; an outage of the queue is logged once, and the report repeated later.
 
         Ready groups are those of `in_flight`.
+
+        Raises:
+            QueueError: the queue keeps the demand of another ledger for this branch.
         """
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
@@ -226,9 +230,27 @@ class DemandReporter:
             self._quiet_until = time.monotonic() + REQUEST_SECONDS
             return
         self._outage.over()
+        self._require_own(next((one for one in there.branches if (one.policy, one.branch) == (now.policy, now.branch)), now), now)
         if now.groups > (self._reported.groups if self._reported else 0):
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
+
+    def _require_own(self, recorded: DemandRequest, now: DemandRequest) -> None:
+        """Raise if the demand that the queue keeps is that of another ledger: those groups will not come to this one."""
+        trainer, queue = self._settings.trainer, without_userinfo(str(self._settings.queue.url))
+        of_queue = f"the queue at {queue} keeps a demand of branch {now.branch} of policy {now.policy} in run {trainer.run_id}"
+        remedy = (
+            "If another ledger trained there (it was deleted, or trainer.directory is another one), choose another trainer.run_id and "
+            "runner.run_id, or another queue.db."
+        )
+        newest = max(self._branch.ledger.statuses(), default=0)
+        if (recorded.oldest_version or 0) > newest:
+            raise QueueError(f"{of_queue} for version {recorded.oldest_version}, and this ledger ends at version {newest}. {remedy}")
+        consumed = self._consumed()
+        if recorded.groups > now.groups and not (consumed.groups or consumed.steps or self._reported):
+            logger.warning(
+                "%s for %d groups, and this ledger needs %d and has consumed none. %s", of_queue, recorded.groups, now.groups, remedy
+            )
 
     def figures(self, ready: int) -> dict[str, float]:
         """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered."""
