@@ -62,7 +62,7 @@ def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
 @contextmanager
 def answering_client(store: StoreSettings) -> Generator[tuple[Client, StoreSettings]]:
     """Yield a client of `answering_store`, and its settings; the driver's errors in the block become `StoreError`."""
-    with answering_store(store) as answering, closing(connect(answering)) as client, store_errors(answering.url):
+    with answering_store(store) as answering, closing(connect(answering)) as client, store_errors(client):
         yield client, answering
 
 

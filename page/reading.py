@@ -44,8 +44,9 @@ class PageStore:
         Raises:
             StoreError: the store does not answer, or refuses.
         """
-        with store_errors(self.settings.url):
-            return work(self._connected())
+        client = self._connected()
+        with store_errors(client):
+            return work(client)
 
     def close(self) -> None:
         """Close the connections."""

@@ -157,7 +157,7 @@ class PageViews:
         known = _number(query, "known") if query.get("known") else 0
         if not calls or len(calls) > TURNS_MOST or known >= len(calls):
             raise ValueError(f"give 1 to {TURNS_MOST} calls, and fewer `known` ones.")
-        return turns(self.store.read(lambda client: self._readers.messages(client, self._settings.store.url, calls)), known)
+        return turns(self.store.read(lambda client: self._readers.messages(client, calls)), known)
 
     def _call_texts(self, query: Query) -> dict[str, Any] | None:
         texts = call_texts(self.store, _place(query))

@@ -68,10 +68,9 @@ class Trial:
 class Trials:
     """Trials of one search."""
 
-    def __init__(self, client: Client, url: str, run_id: str, prompt: str) -> None:
-        """Read the rollouts of a run that tried versions of a prompt, with `client`, from the store at `url`."""
+    def __init__(self, client: Client, run_id: str, prompt: str) -> None:
+        """Read the rollouts of a run that tried versions of a prompt."""
         self._client = client
-        self._url = url
         self._run, self._prompt = run_id, prompt
 
     def read(self, ids: Sequence[str] | None = None) -> list[Trial]:
@@ -103,7 +102,7 @@ class Trials:
         return [replace(trial, exchanges=tuple(exchanges[trial.rollout_id, trial.attempt])) for trial in trials]
 
     def _rows(self, sql: str, **parameters: object) -> list[Any]:
-        with store_errors(self._url):
+        with store_errors(self._client):
             return list(self._client.query(sql, parameters=parameters).result_rows)
 
 

@@ -61,7 +61,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
         # Two clients: groups are read while what follows the last step is written. What a builder read is in the tables.
         store, reader = (parts.enter_context(closing(connect(settings.store, consistent=True, settled=follow))) for _ in range(2))
         outage = Outage("the span store")
-        client, of_groups = (retrying_client(each, settings.store.url, outage, shutdown) for each in (store, reader))
+        client, of_groups = (retrying_client(each, outage, shutdown) for each in (store, reader))
         ledger = parts.enter_context(closing(open_ledger(settings)))
         retry_transactions(ledger, Outage("the ledger's database"), shutdown)
         prepare(ledger, settings)
@@ -101,7 +101,7 @@ def _train(settings: Settings, follow: bool, shutdown: Shutdown) -> None:
             load_optimizer=load,
             evaluation=Evaluation(client, settings, source.build_spec),
             watchers=parts.enter_context(closing(watchers_of(settings, store))),
-            batch_times=lambda rollouts: batch_times(client, settings.store.url, rollouts),
+            batch_times=lambda rollouts: batch_times(client, rollouts),
             arrived=lambda seconds: bool(arrivals.wait(seconds)),
             optimizer=load(newest) if follow and not settings.trainer.workers.colocated else None,
         )

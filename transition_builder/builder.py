@@ -80,7 +80,7 @@ class Builder:
         """
         specification.check(settings.builder)
         client = connect(settings.store, consistent=True, settled=True)
-        sql.check(client, settings.store.url, settings.builder)
+        sql.check(client, settings.builder)
         self._spec = settings.builder
         self._waiting_times = self._spec.model_copy(update={"incomplete_after_seconds": 0, "quiet_seconds": 0}) if force else self._spec
         self._silence = waiting.silence(self._spec, self._waiting_times.quiet_seconds)
@@ -118,7 +118,7 @@ class Builder:
             SettingsError: the name is invalid.
             StoreError: the store failed.
         """
-        return datasets.register(self._reader.client, self._reader.url, dataset, self._spec.spec, self._spec.decides)
+        return datasets.register(self._reader.client, dataset, self._spec.spec, self._spec.decides)
 
     def build_ready(self, *, urgent: bool = False) -> Summary:
         """Build all rollouts that are complete now.

@@ -67,15 +67,15 @@ class ReconcileReport:
         return not self.wrong and self.calls == self.transitions + self.dropped
 
 
-def reconcile_report(client: Client, url: str, spec: str) -> ReconcileReport:
-    """Query the results of a BuildSpec for all rollouts, and compare them with the recorded calls; `url` is the store's, for messages.
+def reconcile_report(client: Client, spec: str) -> ReconcileReport:
+    """Query the results of a BuildSpec for all rollouts, and compare them with the recorded calls.
 
     Raises:
         StoreError: the store failed.
     """
 
     def rows(sql: str) -> list[Any]:
-        with store_errors(url):
+        with store_errors(client):
             return list(client.query(sql, parameters={"spec": spec}).result_rows)
 
     ((rollouts, calls),) = rows(_BUILDS.format(builds=builds_sql(where=_OF_SPEC)))

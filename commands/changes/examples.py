@@ -35,11 +35,11 @@ def add_rollout(rollout: str, name: str, settings: Settings) -> str:
         make_private(file.parent)
         with file.with_name(f".{name}.lock").open("w") as lock, closing(connect(settings.store)) as client:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            dataset = settings.trainer.dataset or dataset_of_settings(client, settings.store.url, settings, None)
+            dataset = settings.trainer.dataset or dataset_of_settings(client, settings, None)
             selection = ExportSelection(dataset, rollouts=(rollout,), reward_weights=weights)
             added = file.with_name(f".{name}.added")
             try:
-                done = formats.export(client, settings.store.url, "sft", selection, added, force=True)
+                done = formats.export(client, "sft", selection, added, force=True)
                 lines = _lines(added)
                 if lines:
                     _replace(file, rollout, lines)

@@ -15,8 +15,8 @@ from commands.options import ConfigFile, Overrides, log_to_stderr, resolve
 from commands.stopped_store import answering_client
 from commands.times import parse_time
 from spangrad.errors import SettingsError, StoreError
-from spangrad.http.service import without_userinfo
 from spangrad.settings import Selection
+from spangrad.store.clickhouse import store_url
 from spangrad.types import DropReason
 
 if TYPE_CHECKING:
@@ -104,11 +104,11 @@ def export(
     formats.require_place(format_, rollout_filter.dropped)
     # SIGTERM, as a scheduler sends it, then removes half-written files, as Ctrl-C does.
     signal.signal(signal.SIGTERM, _stopped)
-    with answering_client(settings.store) as (client, store), rollout_progress("exporting") as progress:
+    with answering_client(settings.store) as (client, _), rollout_progress("exporting") as progress:
         if not (dataset or settings.trainer.dataset):
-            rollout_filter = replace(rollout_filter, dataset=dataset_of_settings(client, store.url, settings, rollout_filter.as_of))
-        done = formats.export(client, store.url, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
-        elsewhere = "" if done.tally.calls else _elsewhere(client, store.url, rollout_filter.runs)
+            rollout_filter = replace(rollout_filter, dataset=dataset_of_settings(client, settings, rollout_filter.as_of))
+        done = formats.export(client, format_, rollout_filter, out, force=force, min_margin=min_margin, progress=progress)
+        elsewhere = "" if done.tally.calls else _elsewhere(client, rollout_filter.runs)
     _show(done, out)
     if not done.tally.calls:
         print(f"nothing was written: {done.dataset} holds no call of the rollouts that were asked for.{elsewhere}", file=sys.stderr)
@@ -116,7 +116,7 @@ def export(
         print("nothing was written: every call was left out, as the table says.", file=sys.stderr)
 
 
-def dataset_of_settings(client: Client, url: str, settings: Settings, as_of: datetime | None) -> str:
+def dataset_of_settings(client: Client, settings: Settings, as_of: datetime | None) -> str:
     """Return the revision of builder.dataset that the settings build: the one that the trainer reads.
 
     Raises:
@@ -125,23 +125,23 @@ def dataset_of_settings(client: Client, url: str, settings: Settings, as_of: dat
     from spangrad.store import datasets
 
     name, spec = settings.builder.dataset, settings.builder.spec
-    there = [one for one in datasets.known(client, url) if one.name == name and (as_of is None or one.created <= as_of)]
+    there = [one for one in datasets.known(client) if one.name == name and (as_of is None or one.created <= as_of)]
     if there and all(one.build_spec != spec for one in there):
         raise StoreError(
-            f"the store at {without_userinfo(url)} holds no revision of {name} that was built with these settings. "
+            f"the store at {store_url(client)} holds no revision of {name} that was built with these settings. "
             f"Name one with --dataset: {', '.join(map(str, there))}; or `spangrad build` with them first."
         )
     return next((str(one) for one in there if one.build_spec == spec), name)
 
 
-def _elsewhere(client: Client, url: str, runs: Sequence[str]) -> str:
+def _elsewhere(client: Client, runs: Sequence[str]) -> str:
     """Return a sentence with the datasets that hold rollouts of these runs, or of all runs if none are given."""
     from spangrad.store import datasets
 
     of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
     rows = client.query(f"SELECT BuildSpec, count() FROM spangrad.builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
     built = {str(spec): int(count) for spec, count in rows}
-    dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client, url) if one.build_spec in built]
+    dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client) if one.build_spec in built]
     return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""
 
 

@@ -52,9 +52,9 @@ def _list(*, config: ConfigFile = None, set_: Overrides = None) -> None:
     from spangrad.store import datasets
 
     settings = resolve(config, set_)
-    with answering_client(settings.store) as (client, store):
+    with answering_client(settings.store) as (client, _):
         given = client.query(_GIVEN).result_rows
-        known = datasets.known(client, store.url)
+        known = datasets.known(client)
     _print(("reward", "source", "rollouts", "of calls", "rewards", "mean", "least", "most"), given, "no rewards in the store")
     files = sorted(settings.builder.rewards_directory.glob("*.sql"))
     rows = [(file.name, version, _users(file.stem, version, known)) for file in files if (version := settings.builder.sql_hash(file.stem))]
@@ -96,11 +96,11 @@ def _backfill(
         from transition_builder import loop
         from transition_builder.rewards import sql
 
-        sql.check(client, store.url, builder)
-        if not any(one.name == name for one in datasets.known(client, store.url)):
-            datasets.register(client, store.url, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
+        sql.check(client, builder)
+        if not any(one.name == name for one in datasets.known(client)):
+            datasets.register(client, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
         why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
-        revision = datasets.register(client, store.url, name, builder.spec, builder.decides, why)
+        revision = datasets.register(client, name, builder.spec, builder.decides, why)
         with rollout_progress(f"building {revision}") as on_progress:
             summary = loop.rebuild(settings.model_copy(update={"builder": builder, "store": store}), began, on_progress, run_id)
         _report(client, revision, str(summary) if summary.rollouts else "nothing new")

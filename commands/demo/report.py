@@ -130,7 +130,7 @@ def measure(client: Client, settings: Settings, steps: Sequence[DemoStep], held_
     """Return the numbers of the report, queried from the span store."""
 
     def ask(query: str) -> Sequence[Sequence[Any]]:
-        with store_errors(settings.store.url):
+        with store_errors(client):
             return client.query(query, parameters={"run": settings.runner.run_id}).result_rows
 
     seconds_train, seconds_reload, gap = ask(STEP_METRICS)[0]
@@ -208,7 +208,7 @@ def _wait_until_built(client: Client, settings: Settings, services: TrainingSupe
     """Wait until every rollout of the run is built, held-out ones included, so that every call is accounted for."""
     end = time.monotonic() + BUILD_TIMEOUT_SECONDS
     while True:
-        with store_errors(settings.store.url):
+        with store_errors(client):
             missing = client.query(UNBUILT, parameters={"run": settings.runner.run_id}).result_rows[0][0]
         if not missing:
             return

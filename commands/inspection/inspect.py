@@ -112,7 +112,7 @@ def examine(files: Sequence[Path], settings: Settings) -> list[FileReport]:
         builder = settings.builder.model_copy(update={"quiet_seconds": 0.0, "incomplete_after_seconds": 0.0})
         loop.build_once(settings.model_copy(update={"store": store, "builder": builder}))
         client = connect(store)
-        with store_errors(store.url):
+        with store_errors(client):
             rows = [_row(file.name, spans, client) for file, spans in read.items()]
         client.close()
     return rows

@@ -46,7 +46,7 @@ def read_record(client: Client, settings: Settings, id_: str, attempt: int | Non
     return record
 
 
-def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[CallMessages]:
+def read_messages(client: Client, calls: Sequence[Mapping[str, Any]]) -> list[CallMessages]:
     """Return the messages of each call (TraceId, SpanId, ChoiceIndex and Timestamp), in the order of the calls."""
     from page.rollouts.conversation import CallMessages
     from transition_builder.dialects.messages import Dialogue
@@ -59,7 +59,7 @@ def read_messages(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) 
         reply = {"role": "assistant", "content": result.reply} if isinstance(result.reply, str) else result.reply
         return CallMessages(prompt, reply, len(result.tools))
 
-    return [of(result) for result in read_dialogues(client, url, calls)]
+    return [of(result) for result in read_dialogues(client, calls)]
 
 
 def read_skipped(settings: Settings, query: SkippedQuery) -> tuple[list[SkippedRow], dict[str, int]]:

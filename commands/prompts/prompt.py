@@ -197,7 +197,7 @@ async def _search(settings: Settings, spec: AgentSpec, question: Question) -> Se
     run_id = f"prompt-{question.start.name}-{question.id}"
     settings = settings.model_copy(update={"runner": settings.runner.model_copy(update={"run_id": run_id})})
     client = connect(settings.store)
-    trials = Trials(client, settings.store.url, run_id, question.start.name)
+    trials = Trials(client, run_id, question.start.name)
     with shown(run_id, settings.prompts.rounds) as progress:
         async with Runner(settings, spec) as runner, aclosing(Critic(settings, run_id)) as critic:
 

@@ -60,7 +60,7 @@ class ProgressReader:
     def _query(self) -> TrainingProgress:
         trainer, store = self._settings.trainer, self._settings.store
         self._client = client = self._client or connect(store)
-        with store_errors(store.url):
+        with store_errors(client):
             steps = client.query(_STEP, parameters={"policy": trainer.policy, "branch": trainer.branch}).result_rows
             untrained = client.query(untrained_sql(), parameters={"run": trainer.run_id}).result_rows[0][0]
         version, mean_return, idle_share = steps[0] if steps else (None, None, None)

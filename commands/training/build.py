@@ -58,5 +58,5 @@ def build(
         from transition_builder.report import reconcile_report
 
         with closing(connect(settings.store)) as client:
-            code = show(reconcile_report(client, settings.store.url, settings.builder.spec))
+            code = show(reconcile_report(client, settings.builder.spec))
         sys.exit(code)

@@ -37,7 +37,7 @@ def ratings_of(settings: Settings, roles: Sequence[str]) -> list[Rating]:
     """Return the ratings of the trainer's policy."""
     client = connect(settings.store)
     try:
-        with store_errors(settings.store.url):
+        with store_errors(client):
             rows = client.query(_QUERY, parameters={"policy": settings.trainer.policy, "roles": list(roles)}).result_rows
     finally:
         client.close()

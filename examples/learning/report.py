@@ -18,7 +18,7 @@ from spangrad.store.clickhouse import connect, store_errors
 def seconds_by_part(settings: Settings) -> dict[str, float]:
     """Seconds of the whole run in the builder, in training, in checkpoints and publication; and the largest logprob gap (nats)."""
     client = connect(settings.store)
-    with store_errors(settings.store.url):
+    with store_errors(client):
         run = {"run": settings.runner.run_id}
         train, publish, gap = client.query(STEP_METRICS, parameters=run).result_rows[0]
         build = client.query(BUILD_SECONDS, parameters=run).result_rows[0][0]

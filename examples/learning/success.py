@@ -54,7 +54,7 @@ def role_success(settings: Settings, outcomes: Sequence[Outcome], role: str, lea
     names = {"run": settings.runner.run_id, "rollouts": rollouts}
     client, end = connect(settings.store), time.monotonic() + BUILD_SECONDS
     try:
-        with store_errors(settings.store.url):
+        with store_errors(client):
             while client.query(_BUILT, parameters=names).result_rows[0][0] < len(rollouts):
                 if time.monotonic() > end:
                     raise SpangradError(f"rollouts of run {settings.runner.run_id} are not built after {BUILD_SECONDS:g} s: see build.log.")

@@ -32,8 +32,8 @@ class CallMessages:
     """Reason why the messages are not known. Empty: they are."""
 
 
-ReadMessages = Callable[["Client", str, Sequence[Mapping[str, Any]]], Sequence[CallMessages]]
-"""Function from a client of the store, its URL and calls (TraceId, SpanId, ChoiceIndex, Timestamp) to their messages, in the same order."""
+ReadMessages = Callable[["Client", Sequence[Mapping[str, Any]]], Sequence[CallMessages]]
+"""Function from a client of the store and calls (TraceId, SpanId, ChoiceIndex, Timestamp) to their messages, in the same order."""
 
 
 def turns(calls: Sequence[CallMessages], known: int) -> list[dict[str, Any]]:

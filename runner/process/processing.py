@@ -226,7 +226,7 @@ class Processing:
             client = self._clients.pop()
         except IndexError:
             client = connect(self._settings.store)
-        built = read_trajectories(client, self._settings.store.url, run_id, self.spec, rollouts)
+        built = read_trajectories(client, run_id, self.spec, rollouts)
         self._clients.append(client)
         return built
 

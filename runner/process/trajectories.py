@@ -52,8 +52,8 @@ class BuiltTrajectory:
     rewards: list[TrajectoryReward] = field(default_factory=list[TrajectoryReward])
 
 
-def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
-    """Return the newest build, by a build specification, of each rollout of a run that has one; the store's URL is for errors.
+def read_trajectories(client: Client, run_id: str, spec: str, rollouts: Sequence[str]) -> dict[str, BuiltTrajectory]:
+    """Return the newest build, by a build specification, of each rollout of a run that has one.
 
     Raises:
         StoreError: the store does not answer, or fails.
@@ -61,7 +61,7 @@ def read_trajectories(client: Client, url: str, run_id: str, spec: str, rollouts
     parameters: dict[str, Any] = {"run": run_id, "spec": spec, "ids": list(rollouts)}
 
     def rows(sql: str) -> Sequence[Sequence[Any]]:
-        with store_errors(url):
+        with store_errors(client):
             return client.query(sql, parameters=parameters).result_rows
 
     of_builds = rows(_BUILT)

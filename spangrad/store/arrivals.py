@@ -125,6 +125,6 @@ class Arrivals:
 
     def _poll(self, topics: Sequence[Topic]) -> Mapping[Topic, object]:
         tables = {_TABLES[topic] for topic in topics}
-        with store_errors(self._store.url):
+        with store_errors(self._client):
             newest = {table: self._client.query(_NEWEST.format(table=table)).result_rows for table in tables}
         return {topic: newest[_TABLES[topic]] for topic in topics}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, cast
 from urllib.parse import unquote, urlsplit
@@ -54,7 +54,7 @@ def connect(store: StoreSettings, *, consistent: bool = False, settled: bool = F
     import clickhouse_connect
 
     parts = urlsplit(store.url)
-    with store_errors(store.url):
+    with _errors(without_userinfo(store.url)):
         client = clickhouse_connect.get_client(
             host=parts.hostname or "",
             port=parts.port or (8443 if parts.scheme == "https" else 8123),
@@ -122,7 +122,7 @@ def executing(store: StoreSettings) -> Generator[Callable[[str], str]]:
     client = connect(store)
 
     def execute(sql: str) -> str:
-        with store_errors(store.url):
+        with store_errors(client):
             return client.raw_query(sql).decode()
 
     try:
@@ -131,12 +131,20 @@ def executing(store: StoreSettings) -> Generator[Callable[[str], str]]:
         client.close()
 
 
+def store_url(client: Client) -> str:
+    """Return the URL of a client's store, for messages: without a user's name and a password."""
+    return cast("HttpClient", client).url
+
+
+def store_errors(client: Client) -> AbstractContextManager[None]:
+    """Turn the driver's errors into one sentence with a remedy, as `StoreError`."""
+    return _errors(store_url(client))
+
+
 @contextmanager
-def store_errors(url: str) -> Generator[None]:
-    """Turn the driver's errors into one sentence with a remedy."""
+def _errors(url: str) -> Generator[None]:
     from clickhouse_connect.driver.exceptions import ClickHouseError, Error, OperationalError
 
-    url = without_userinfo(url)
     try:
         yield
     except OperationalError as error:

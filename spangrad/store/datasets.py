@@ -17,8 +17,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from spangrad.errors import SettingsError, StoreError
-from spangrad.http.service import without_userinfo
-from spangrad.store.clickhouse import microseconds, moment, store_errors
+from spangrad.store.clickhouse import microseconds, moment, store_errors, store_url
 
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
@@ -66,7 +65,7 @@ def parse(text: str) -> tuple[str, int | None]:
     return name, int(revision) if at else None
 
 
-def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) -> Dataset:
+def resolve(client: Client, text: str, as_of: datetime | None = None) -> Dataset:
     """Return the dataset that a text names: `NAME`, which means its newest revision until `as_of`, or `NAME@REVISION`.
 
     Raises:
@@ -74,28 +73,28 @@ def resolve(client: Client, url: str, text: str, as_of: datetime | None = None) 
         StoreError: there is no such dataset, or the store failed.
     """
     name, revision = parse(text)
-    existing = [dataset for dataset in known(client, url) if as_of is None or dataset.created <= as_of]
+    existing = [dataset for dataset in known(client) if as_of is None or dataset.created <= as_of]
     matches = [dataset for dataset in existing if dataset.name == name and revision in (None, dataset.revision)]
     if matches:
         return matches[-1]
     when = f" as of {as_of.isoformat()}" if as_of else ""
     names = ", ".join(str(dataset) for dataset in existing)
     remedy = f"There are: {names}." if names else "There is none: `spangrad build` makes the one that builder.dataset names."
-    raise StoreError(f"the store at {without_userinfo(url)} has no dataset {text!r}{when}. {remedy}")
+    raise StoreError(f"the store at {store_url(client)} has no dataset {text!r}{when}. {remedy}")
 
 
-def known(client: Client, url: str) -> list[Dataset]:
+def known(client: Client) -> list[Dataset]:
     """Return all revisions of all datasets, ordered by name and revision.
 
     Raises:
         StoreError: the store failed.
     """
-    with store_errors(url):
+    with store_errors(client):
         rows = client.query(f"SELECT {_COLUMNS} FROM spangrad.datasets ORDER BY Name, Revision").result_rows
     return [Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows]
 
 
-def register(client: Client, url: str, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
+def register(client: Client, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:
     """Give a build specification a name: return the revision with the same specification, if there is one, else a new one.
 
     Several processes may do so at once: each revision belongs to the first. `settings` are those that determine the specification
@@ -109,16 +108,16 @@ def register(client: Client, url: str, name: str, build_spec: str, settings: Map
     if not name or "@" in name:
         raise SettingsError(f"builder.dataset = {name!r} is no name of a dataset. Take one without '@', which stands before revisions.")
     for _ in range(_TRIES):
-        of_name = [dataset for dataset in known(client, url) if dataset.name == name]
+        of_name = [dataset for dataset in known(client) if dataset.name == name]
         same = [dataset for dataset in of_name if dataset.build_spec == build_spec]
         if same:
             return same[-1]
         why = "; ".join(part for part in (reason, _since(of_name[-1] if of_name else None, settings)) if part)
         row = [name, of_name[-1].revision + 1 if of_name else 1, build_spec, json.dumps(settings, sort_keys=True), why]
-        with store_errors(url):
+        with store_errors(client):
             client.insert("spangrad_internal.datasets", [row], column_names=["Name", "Revision", "BuildSpec", "Settings", "Reason"])
     raise StoreError(
-        f"dataset {name!r} of the store at {without_userinfo(url)} got a new revision by others {_TRIES} times in a row. Give each its own "
+        f"dataset {name!r} of the store at {store_url(client)} got a new revision by others {_TRIES} times in a row. Give each its own "
         "name."
     )
 

@@ -80,7 +80,7 @@ def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Pa
         for name in "abcd":
             world.group(name, [1.0, 0.0])
         trainer = trainer_over(world, chosen, Cutting(cut))
-        client = retrying_client(world.client, store.url, trainer.store_outage, trainer.shutdown)
+        client = retrying_client(world.client, trainer.store_outage, trainer.shutdown)
         trainer.source, trainer.mirror = GroupReader(client, chosen), Mirror(client, store, trainer.ledger)
         trainer.run(follow=False)
         assert trainer.ledger.committed_versions() == [0, 1, 2, 3, 4]
@@ -98,7 +98,7 @@ def test_trainer_while_store_is_away_waits_for_it(tiny_model: Path, tmp_path: Pa
 
 def test_patient_client_refused_for_good_does_not_retry(store: StoreSettings) -> None:
     outage, shutdown = Outage("the span store"), Shutdown()
-    client = retrying_client(connect(store), store.url, outage, shutdown)
+    client = retrying_client(connect(store), outage, shutdown)
     with pytest.raises(StoreError, match="refused"):
         client.query("SELECT Nothing FROM spangrad_internal.builds")
     assert outage.take_retries() == 0

@@ -26,9 +26,9 @@ def test_datasets_parse_invalid_name_raises(text: str) -> None:
 
 def test_datasets_register_other_spec_adds_revision_and_same_spec_returns_it(store: StoreSettings) -> None:
     client = connect(store)
-    first = datasets.register(client, store.url, "set", "spec-1", {"b": 1, "a": None}, "to begin with")
-    again = datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "another reason")
-    second = datasets.register(client, store.url, "set", "spec-2", {"b": 2}, "a reward more")
+    first = datasets.register(client, "set", "spec-1", {"b": 1, "a": None}, "to begin with")
+    again = datasets.register(client, "set", "spec-1", {"b": 1}, "another reason")
+    second = datasets.register(client, "set", "spec-2", {"b": 2}, "a reward more")
     assert (first.name, first.revision, first.build_spec, first.settings, first.reason) == (
         "set",
         1,
@@ -38,17 +38,17 @@ def test_datasets_register_other_spec_adds_revision_and_same_spec_returns_it(sto
     )
     assert again == first
     assert (str(second), second.build_spec, second.reason) == ("set@2", "spec-2", "a reward more; other than set@1: b = 2 (was 1)")
-    assert datasets.register(client, store.url, "set", "spec-1", {"b": 1}, "back again") == first
+    assert datasets.register(client, "set", "spec-1", {"b": 1}, "back again") == first
 
-    assert datasets.resolve(client, store.url, "set") == second
-    assert datasets.resolve(client, store.url, "set@1") == first
-    assert datasets.resolve(client, store.url, "set", as_of=first.created) == first
+    assert datasets.resolve(client, "set") == second
+    assert datasets.resolve(client, "set@1") == first
+    assert datasets.resolve(client, "set", as_of=first.created) == first
     with pytest.raises(StoreError, match=r"has no dataset 'set@3'\. There are: .*set@1, set@2"):
-        datasets.resolve(client, store.url, "set@3")
+        datasets.resolve(client, "set@3")
     with pytest.raises(StoreError, match=r"has no dataset 'set' as of 20"):
-        datasets.resolve(client, store.url, "set", as_of=first.created - timedelta(microseconds=1))
+        datasets.resolve(client, "set", as_of=first.created - timedelta(microseconds=1))
     with pytest.raises(SettingsError, match=r"builder\.dataset = 'set@1' is no name of a dataset"):
-        datasets.register(client, store.url, "set@1", "spec", {}, "")
+        datasets.register(client, "set@1", "spec", {}, "")
     client.close()
 
 
@@ -57,7 +57,7 @@ def test_datasets_register_concurrent_specs_get_a_revision_each(store: StoreSett
 
     def register(spec: str) -> None:
         client = connect(store)
-        registered.append(datasets.register(client, store.url, "race", spec, {}, "at once"))
+        registered.append(datasets.register(client, "race", spec, {}, "at once"))
         client.close()
 
     threads = [threading.Thread(target=register, args=(f"spec-{number}",)) for number in range(4)]
@@ -66,7 +66,7 @@ def test_datasets_register_concurrent_specs_get_a_revision_each(store: StoreSett
     for thread in threads:
         thread.join()
     client = connect(store)
-    there = [dataset for dataset in datasets.known(client, store.url) if dataset.name == "race"]
+    there = [dataset for dataset in datasets.known(client) if dataset.name == "race"]
     client.close()
     assert sorted(registered, key=lambda dataset: dataset.revision) == there
     assert sorted(dataset.build_spec for dataset in there) == [f"spec-{number}" for number in range(4)]
@@ -84,7 +84,7 @@ def test_datasets_describe_difference_from_previous_revision(store: StoreSetting
         BuilderSettings(as_of=then + timedelta(days=1)),
         BuilderSettings(tokenizer_hash="7" * 200),
     ]
-    registered = [datasets.register(client, store.url, "changing", settings.spec, settings.decides) for settings in steps]
+    registered = [datasets.register(client, "changing", settings.spec, settings.decides) for settings in steps]
     client.close()
     assert [dataset.reason for dataset in registered] == [
         "the first",

@@ -44,7 +44,7 @@ ANSWERS = {"role": "tool", "tool_call_id": "c1", "content": "sunny"}
 
 def write(world: StoredRollouts, name: str, out: Path, **selection: Any) -> ExportReader:
     options = {key: selection.pop(key) for key in ("force", "min_margin") if key in selection}
-    return export(world.client, world.store.url, name, ExportSelection(selection.pop("dataset", world.name), **selection), out, **options)
+    return export(world.client, name, ExportSelection(selection.pop("dataset", world.name), **selection), out, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -565,7 +565,7 @@ def test_export_of_built_rollout_gives_its_calls(store: StoreSettings, tmp_path:
     ).close()
     builder = BuilderSettings(dataset="ex-built", selection=Selection(agents=".*|ex-built"))
     build_once(Settings(store=store, builder=builder))
-    done = export(connect(store), store.url, "sft", ExportSelection("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
+    done = export(connect(store), "sft", ExportSelection("ex-built", runs=("ex-built",)), tmp_path / "sft.jsonl")
     (row,) = lines(tmp_path / "sft.jsonl")
     assert (row["messages"], row["meta"]["return"]) == ([user("rome?"), {**assistant("sunny"), "weight": 1}], 0.5)
     assert (done.tally.calls, dict(done.tally.left_out)) == (2, {"dropped: call_failed": 1})

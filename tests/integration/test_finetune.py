@@ -221,7 +221,7 @@ class Traces:
         self.world.commit()
 
     def export(self, form: str, out: Path, **conditions: Any) -> Path:
-        export(self.world.client, self.world.store.url, form, ExportSelection(self.name, **conditions), out)
+        export(self.world.client, form, ExportSelection(self.name, **conditions), out)
         return out
 
 

@@ -47,7 +47,7 @@ def settings_of(store: StoreSettings, name: str, **changes: object) -> Settings:
 def report(settings: Settings) -> ReconcileReport:
     client = connect(settings.store)
     try:
-        return reconcile_report(client, settings.store.url, settings.builder.spec)
+        return reconcile_report(client, settings.builder.spec)
     finally:
         client.close()
 
@@ -156,7 +156,7 @@ def test_reconcile_report_names_rows_missing_or_duplicated_after_build(own: Stor
     insert("transitions", "whole", CallId="c")
     insert("drops", "whole", CallId="d", Reason="duplicate")
     insert("drops", "whole", CallId="", Reason="no_calls")
-    reconciled = reconcile_report(client, own.url, "astray")
+    reconciled = reconcile_report(client, "astray")
     client.close()
     assert reconciled.wrong == [Wrong("astray", "both", 1, 0), Wrong("astray", "few", 1, 0)]
     assert not reconciled.is_right

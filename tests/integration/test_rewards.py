@@ -57,7 +57,7 @@ class World:
 
     def transitions(self, dataset: str) -> list[tuple[str, list[tuple[str, float, str]]]]:
         """Return the last letter of each rollout's id in a dataset, with the rewards that its transitions carry."""
-        spec = datasets.resolve(self.client, self.store.url, dataset).build_spec
+        spec = datasets.resolve(self.client, dataset).build_spec
         statement = (
             "SELECT right(RolloutId, 1), arrayZip(`Rewards.Name`, `Rewards.Value`, `Rewards.Source`) FROM spangrad.transitions "
             "WHERE RunId = %(run)s AND BuildSpec = %(spec)s ORDER BY RolloutId"
@@ -127,7 +127,7 @@ def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_pat
         after,
     )
 
-    why = {str(one): one.reason for one in datasets.known(world.client, world.store.url)}
+    why = {str(one): one.reason for one in datasets.known(world.client)}
     assert why[f"{world.run}@1"] == "the first"
     version = Settings(builder=BuilderSettings(rewards_directory=tmp_path)).builder.sql_hash("brevity")
     backfill, changed = why[f"{world.run}@2"].split("; ")
@@ -138,7 +138,7 @@ def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_pat
     assert f"{world.run}@2: nothing new" in capsys.readouterr().out
     loop.build_once(world.settings())
     call(command)
-    assert [str(one) for one in datasets.known(world.client, world.store.url) if one.name == world.run] == [
+    assert [str(one) for one in datasets.known(world.client) if one.name == world.run] == [
         f"{world.run}@1",
         f"{world.run}@2",
     ]
@@ -210,7 +210,7 @@ def test_sql_reward_of_unusable_attempt_raises_builder_error(world: World, tmp_p
     (tmp_path / "typed.sql").write_text(f"SELECT DISTINCT {columns} FROM spangrad.rollout_spans WHERE RunId = '{world.run}'")
     settings = world.settings(sql_rewards=("typed",), rewards_directory=tmp_path)
     frames, reader = world.spans.frames(), StoreReader(world.client, settings)
-    sql.check(world.client, world.store.url, settings.builder)
+    sql.check(world.client, settings.builder)
     with pytest.raises(BuilderError, match=r"typed\.sql gives values that a reward cannot have: .*Convert them in the SELECT\."):
         sql.read(reader, settings.builder, frames.rollouts, frames.spans, frames.calls)
 
@@ -234,7 +234,7 @@ def test_sql_reward_edited_since_check_raises_builder_error(world: World, tmp_pa
     file.write_text(f"SELECT RolloutId, 1 AS Value {rollouts}")
     settings = world.settings(sql_rewards=("edited",), rewards_directory=tmp_path)
     reader, frames = StoreReader(world.client, settings), world.spans.frames()
-    sql.check(world.client, world.store.url, settings.builder)
+    sql.check(world.client, settings.builder)
     file.write_text(f"SELECT {columns} {rollouts}")
     with pytest.raises(BuilderError, match="was changed since the builder began"):
         sql.read(reader, settings.builder, frames.rollouts, frames.spans, frames.calls)

@@ -184,6 +184,8 @@ def test_newest_skipped_groups_are_read_page_by_page_by_version(tmp_path: Path) 
 class WholeStore:
     """Store that has what the ledger has."""
 
+    url = "http://store"
+
     def __init__(self, ledger: Ledger) -> None:
         rows = ledger.versions()
         # A NaN that comes from a store is another object than that of the ledger.
@@ -248,6 +250,8 @@ def test_mirror_row_written_before_newer_one_is_written_again(tmp_path: Path) ->
 
     class Store:
         """Store into which another process writes a version's newer row while this one's first row is on its way."""
+
+        url = "http://store"
 
         def insert(self, table: str, values: list[list[Any]], column_names: Sequence[str]) -> None:
             if table.endswith("policy_versions"):

@@ -169,11 +169,11 @@ def test_batch_times_come_from_first_builds_of_rollouts(settings: Settings, worl
             " SETTINGS mutations_sync = 1"
         )
     rollouts = source(settings, world).load([Group(run, "train", SPEC, name) for name in "ab"]).rollouts
-    assert batch_times(world.client, settings.store.url, rollouts) == {
+    assert batch_times(world.client, rollouts) == {
         "seconds_rollout": 3.0,
         "seconds_build": pytest.approx(1.0, abs=1e-3),
     }
-    assert batch_times(world.client, settings.store.url, []) == {}
+    assert batch_times(world.client, []) == {}
 
 
 def test_connect_with_sequential_consistency_sends_setting(store: StoreSettings):
@@ -221,7 +221,7 @@ def test_ready_and_load_of_dataset_read_its_revision_as_of_time(settings: Settin
     world.group("g", [1.0, 0.0], BuildSpec="with brevity")
     name = f"data-{run}"
     for spec in (SPEC, "with brevity"):
-        datasets.register(world.client, settings.store.url, name, spec, {}, "a test")
+        datasets.register(world.client, name, spec, {}, "a test")
     for text, spec in ((name, "with brevity"), (f"{name}@1", SPEC), (f"{name}@2", "with brevity")):
         reader = source(with_trainer(settings, dataset=text), world)
         assert (reader.build_spec, reader.ready()) == (spec, [Group(run, "train", spec, "g")])

@@ -241,7 +241,7 @@ class StoredRollouts:
             for rollout, row in self.builds.items()
         ]
         self._insert("builds", builds, BUILDS)
-        datasets.register(self.client, self.store.url, name or self.name, self.spec, {}, "test")
+        datasets.register(self.client, name or self.name, self.spec, {}, "test")
         self.transitions, self.drops, self.rewards, self.builds = [], [], [], {}
         return datetime.fromtimestamp(self.client.query("SELECT toUnixTimestamp64Micro(now64(6))").result_rows[0][0] / 1e6, UTC)
 

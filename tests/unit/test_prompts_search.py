@@ -285,9 +285,11 @@ def test_trials_reward_that_is_no_number_is_a_missing_reward(scores: list[str], 
     rewards = [("r1", 0, "span", {semconv.EVALUATION_SCORE: text}) for text in scores]
 
     class Store:
+        url = "http://store"
+
         def query(self, sql: str, parameters: object) -> SimpleNamespace:
             return SimpleNamespace(result_rows=[root] if semconv.PROMPT_NAME in sql else rewards)
 
     client: Any = Store()
-    (trial,) = Trials(client, "http://127.0.0.1:1", "run", "p").read()
+    (trial,) = Trials(client, "run", "p").read()
     assert (trial.version, trial.score) == (3, score)

@@ -199,6 +199,8 @@ def test_lookahead_whose_wait_for_arrivals_fails_looks_again(caplog: pytest.LogC
 class HalfAway:
     """A store client that answers queries of transitions, and no others."""
 
+    url = "http://store"
+
     def __init__(self) -> None:
         self.failures = 0
 
@@ -213,7 +215,7 @@ class HalfAway:
 
 def test_load_without_retries_fails_at_first_error_of_either_query(base: Path, tmp_path: Path):
     chosen, client = settings(base, tmp_path / "policies"), HalfAway()
-    reader = GroupReader(retrying_client(client, "http://store", Outage("the span store"), Shutdown()), chosen)  # type: ignore[arg-type]
+    reader = GroupReader(retrying_client(client, Outage("the span store"), Shutdown()), chosen)  # type: ignore[arg-type]
     with without_retries(), pytest.raises(StoreError, match="the store is away"):
         reader.load([group("a")])
     assert client.failures == 1

@@ -229,7 +229,6 @@ class GroupReader:
         """
         trainer = settings.trainer
         self._client = client
-        self._url = settings.store.url
         self._trainer = trainer
         self._run = trainer.run_id
         self._modes = trainer.modes
@@ -238,9 +237,7 @@ class GroupReader:
         self._warned_of_roles = False
         as_of = trainer.as_of
         self._as_of = as_of.replace(tzinfo=UTC) if as_of and not as_of.tzinfo else as_of
-        self.build_spec = (
-            settings.builder.spec if trainer.dataset is None else resolve(client, self._url, trainer.dataset, self._as_of).build_spec
-        )
+        self.build_spec = settings.builder.spec if trainer.dataset is None else resolve(client, trainer.dataset, self._as_of).build_spec
         self._built = BuiltGroups(self._rows, self._as_of, greedy=self._greedy)
         self._arrived = arrived
         self._beside = ThreadPoolExecutor(1, "builds of groups")
@@ -285,7 +282,7 @@ class GroupReader:
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
         read = (*self._modes, *([Mode.GREEDY.value] if self._greedy else []))
         parameters = {"run": self._run, "modes": tuple(self._modes), "read": read, "spec": self.build_spec}
-        with store_errors(self._url):
+        with store_errors(self._client):
             return [tuple(row) for row in self._client.query(query, parameters=parameters, settings=LONG).result_rows]
 
     def load(self, groups: Sequence[Group]) -> Loaded:
@@ -356,7 +353,7 @@ class GroupReader:
         """Return the result of a query of the run and the specification of some groups, which share them."""
         names = {"run": groups[0].run_id, "spec": groups[0].build_spec} if groups else {}
         parameters = {"run": self._run, "spec": self.build_spec, **names}
-        with store_errors(self._url):
+        with store_errors(self._client):
             table = self._client.query_arrow(query, parameters=parameters, use_strings=True, settings=LONG)
         frame = pl.from_arrow(table)
         assert isinstance(frame, pl.DataFrame)

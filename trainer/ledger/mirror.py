@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from spangrad.http.service import without_userinfo
 from spangrad.settings import StoreSettings
-from spangrad.store.clickhouse import store_errors
+from spangrad.store.clickhouse import store_errors, store_url
 from spangrad.store.names import stored
 from spangrad.types import VersionStatus
 from trainer.ledger.file_batches import file_batch_of
@@ -61,7 +60,6 @@ class Mirror:
         """Write with `client` to the store of these settings."""
         self._client = client
         self._store = store
-        self._url = store.url
         self._ledger = ledger
 
     def catch_up(self, since: int = 0) -> int:
@@ -76,7 +74,7 @@ class Mirror:
         facts = versions[0]
         names = {"policy": facts.policy_version.policy, "branch": facts.branch, "since": since}
         sizes = self._ledger.batch_sizes(since)
-        with store_errors(self._url):
+        with store_errors(self._client):
             rows = self._client.query(_STORED_VERSIONS, parameters=names).result_rows
             batches = self._client.query(_BATCH_SIZES, parameters=names).result_rows
         stored = {int(number): (status, checksum, _comparable(metrics)) for number, status, checksum, metrics in rows}
@@ -84,7 +82,7 @@ class Mirror:
             logger.warning(
                 "the store at %s has version %s@%d on branch %s, which the ledger lacks: the ledger is another one, or was deleted. "
                 "Restore it, or choose another trainer.branch: versions of one number replace each other in the store",
-                *(without_userinfo(self._url), facts.policy_version.policy, max(unknown), facts.branch),
+                *(store_url(self._client), facts.policy_version.policy, max(unknown), facts.branch),
             )
         counts = {str(batch): int(count) for batch, count in batches}
         outdated = [
@@ -135,7 +133,7 @@ class Mirror:
             # A table that spans shards deletes nothing.
             place = f"{stored(f'{table}_local')} ON CLUSTER '{self._store.cluster}'" if self._store.sharded else stored(table)
             statement = f"DELETE FROM {place} WHERE Policy = %(policy)s AND Branch = %(branch)s AND BatchId IN %(batches)s"
-            with store_errors(self._url):
+            with store_errors(self._client):
                 self._client.command(statement, parameters=names)
 
     def _insert_of_batch(self, table: str, columns: tuple[str, ...], version: LedgerVersion, rows: Iterable[tuple[object, ...]]) -> None:
@@ -143,7 +141,7 @@ class Mirror:
         self._insert(table, ("Policy", "Branch", "BatchId", "Version", *columns), [[*names, *row] for row in rows])
 
     def _insert(self, table: str, columns: tuple[str, ...], rows: list[list[object]]) -> None:
-        with store_errors(self._url):
+        with store_errors(self._client):
             self._client.insert(f"spangrad_internal.{table}", rows, column_names=columns)
 
 

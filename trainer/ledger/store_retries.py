@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from sqlalchemy.exc import OperationalError
 
 from spangrad.errors import LedgerError, StoreError
-from spangrad.http.service import without_userinfo
-from spangrad.store.clickhouse import store_errors
+from spangrad.store.clickhouse import store_errors, store_url
 from trainer.ledger.ledger import Ledger
 from trainer.retries import Outage, call_with_retries
 from trainer.shutdown import Shutdown
@@ -30,7 +29,7 @@ _PERMANENT = {16, 36, 42, 43, 46, 47, 53, 60, 62, 81, 192, 193, 194, 497, 516}
 """ClickHouse's codes of errors in the statement, the schema or the token, which no retry resolves."""
 
 
-def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown) -> Client:
+def retrying_client(client: Client, outage: Outage, shutdown: Shutdown) -> Client:
     """Return a client whose calls wait while the store does not answer; it has those of `_REPEATED`.
 
     Raises:
@@ -41,17 +40,17 @@ def retrying_client(client: Client, url: str, outage: Outage, shutdown: Shutdown
         from urllib3.exceptions import HTTPError
 
         try:
-            with store_errors(url):
+            with store_errors(client):
                 return getattr(client, name)(*arguments, **options)
         except (HTTPError, OSError) as error:  # half an answer
             raise StoreError(
-                f"the span store at {without_userinfo(url)} broke off its answer ({error}). Start it with `spangrad store`."
+                f"the span store at {store_url(client)} broke off its answer ({error}). Start it with `spangrad store`."
             ) from error
 
     def repeated(name: str, *arguments: Any, **options: Any) -> Any:
         return call_with_retries(lambda: request(name, *arguments, **options), _is_transient, outage, shutdown)
 
-    return cast("Client", SimpleNamespace(**{name: partial(repeated, name) for name in _REPEATED}))
+    return cast("Client", SimpleNamespace(url=store_url(client), **{name: partial(repeated, name) for name in _REPEATED}))
 
 
 def retry_transactions(ledger: Ledger, outage: Outage, shutdown: Shutdown) -> None:

@@ -27,7 +27,7 @@ LIMIT 1 BY b.RolloutId
 """
 
 
-def batch_times(client: Client, url: str, rollouts: Sequence[BatchRollout]) -> dict[str, float]:
+def batch_times(client: Client, rollouts: Sequence[BatchRollout]) -> dict[str, float]:
     """Return metrics: seconds_rollout (mean duration of the rollouts) and seconds_build (median time from the last span to the build).
 
     Rollouts that were built again later count by their first build. Empty where none is known.
@@ -38,7 +38,7 @@ def batch_times(client: Client, url: str, rollouts: Sequence[BatchRollout]) -> d
     rows: list[Any] = []
     for run, spec in {(rollout.group.run_id, rollout.group.build_spec) for rollout in rollouts}:
         for keys in batches(rollout.rollout_id for rollout in rollouts if (rollout.group.run_id, rollout.group.build_spec) == (run, spec)):
-            with store_errors(url):
+            with store_errors(client):
                 rows += client.query(_BUILDS.format(rollouts=constant(keys)), parameters={"run": run, "spec": spec}).result_rows
     if not rows:
         return {}

@@ -59,7 +59,6 @@ class HeldOutRollouts:
     def __init__(self, client: Client, settings: Settings, build_spec: str) -> None:
         """Read with `client` the rollouts of the trainer's run that this specification built."""
         self._client = client
-        self._url = settings.store.url
         self._settings = settings.trainer
         self._names = {"run": settings.trainer.run_id, "spec": build_spec}
         self._arrived: tuple[int, int] | None = None
@@ -83,7 +82,7 @@ class HeldOutRollouts:
         Raises:
             StoreError: the store failed; the next call reads the same.
         """
-        with store_errors(self._url):
+        with store_errors(self._client):
             count, newest, ids = self._query_arrived(self._since)
             if not count or (count, newest) == self._arrived:
                 return set()

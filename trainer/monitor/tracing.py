@@ -48,7 +48,6 @@ class StepSpans(Watcher):
         self._provider = tracer_provider(SERVICE, settings.store.otlp_endpoint, bearer(settings.store.token))
         self._tracer = self._provider.get_tracer(semconv.TRAINER_SCOPE)
         self._client = client
-        self._url = settings.store.url
 
     def stepped(self, step: CommittedStep) -> None:
         """Send the step's span and its stages'."""
@@ -85,7 +84,7 @@ class StepSpans(Watcher):
         for run in {rollout.group.run_id for rollout in rollouts}:
             for rollout_ids in batches(rollout.rollout_id for rollout in rollouts if rollout.group.run_id == run):
                 named = constant(rollout_ids)
-                with store_errors(self._url):
+                with store_errors(self._client):
                     calls, roots = (
                         self._client.query(sql.format(rollouts=named), parameters={"run": run}, settings=LONG).result_rows
                         for sql in (_CALLS, _ROOTS)

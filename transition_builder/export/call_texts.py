@@ -80,7 +80,7 @@ class RolloutTexts:
 def rollout_texts(reader: ExportReader, part: GroupSlice, *, keep_cut: bool = False) -> Iterator[RolloutTexts]:
     """Yield the rollouts of a part that have a text; `keep_cut` keeps responses that ended at their token limit."""
     rollouts = list(part.by_rollout())
-    dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in rollouts for call in calls]))
+    dialogues = iter(read_dialogues(reader.client, [call for _, calls in rollouts for call in calls]))
     for rollout, calls in rollouts:
         call_texts: list[CallText] = []
         whole = has_beginning(reader, calls)
@@ -130,15 +130,15 @@ def _messages(dialogue: Dialogue) -> tuple[list[Message], Message, list[dict[str
     return dialogue.prompt, dialogue.reply, dialogue.tools
 
 
-def read_dialogues(client: Client, url: str, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
+def read_dialogues(client: Client, calls: Sequence[Mapping[str, Any]]) -> list[Dialogue | LeftOut]:
     """Return the dialogue of each call, in their order; log records are read for spans that hold none."""
     # Starts to a microsecond, as Python holds times.
     places = [(int(call["Timestamp"].timestamp() * 1_000_000) * 1000, call["TraceId"], call["SpanId"]) for call in calls]
-    rows = _rows(client, url, _QUERY, places, _SLACK_NS)
+    rows = _rows(client, _QUERY, places, _SLACK_NS)
     contents = {(row[0], row[1]): SpanText(row[2], list(zip(row[3], row[4], strict=True))) for row in rows}
     dialogues = [_dialogue(contents.get(place[1:]), call["ChoiceIndex"]) for place, call in zip(places, calls, strict=True)]
     silent = [at for at, dialogue in enumerate(dialogues) if dialogue is LeftOut.NO_TEXT and places[at][1:] in contents]
-    records = _records(client, url, [places[at] for at in silent])
+    records = _records(client, [places[at] for at in silent])
     for at in silent:
         if events := records.get(places[at][1:]):
             span = contents[places[at][1:]]
@@ -160,15 +160,15 @@ def _dialogue(span: SpanText | None, choice: int) -> Dialogue | LeftOut:
         return LeftOut.UNREADABLE_TEXT
 
 
-def _records(client: Client, url: str, spans: Collection[_Place]) -> dict[_Key, list[tuple[str, Mapping[str, str]]]]:
+def _records(client: Client, spans: Collection[_Place]) -> dict[_Key, list[tuple[str, Mapping[str, str]]]]:
     """Return the log records on spans that hold texts, as events."""
     events: dict[_Key, list[tuple[str, Mapping[str, str]]]] = {}
-    for trace, span, name, attributes, body in _rows(client, url, _LOGS, spans, _LOG_SLACK_NS):
+    for trace, span, name, attributes, body in _rows(client, _LOGS, spans, _LOG_SLACK_NS):
         events.setdefault((trace, span), []).append((name, {**attributes, "body": body}))
     return events
 
 
-def _rows(client: Client, url: str, query: str, spans: Collection[_Place], slack: int) -> Iterator[Sequence[Any]]:
+def _rows(client: Client, query: str, spans: Collection[_Place], slack: int) -> Iterator[Sequence[Any]]:
     """Yield the rows that a query has of spans; they may be at most `slack` nanoseconds younger than the starts of those."""
     ordered = sorted(set(spans))
     for start in range(0, len(ordered), _SPANS_A_QUERY):
@@ -181,7 +181,7 @@ def _rows(client: Client, url: str, query: str, spans: Collection[_Place], slack
             first=among[0][0] - _SLACK_NS,
             last=among[-1][0] + slack,
         )
-        with store_errors(url):
+        with store_errors(client):
             rows = client.query(filled).result_rows
         yield from rows
 

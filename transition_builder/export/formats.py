@@ -58,7 +58,6 @@ def require_place(name: str, dropped: Collection[DropReason]) -> None:
 
 def export(
     client: Client,
-    url: str,
     name: str,
     request: ExportSelection,
     out: Path,
@@ -71,7 +70,6 @@ def export(
 
     Args:
         client: of the store.
-        url: of the store, for messages.
         name: of the format.
         request: the rollouts and calls to export.
         out: the file, or for huggingface the directory.
@@ -87,7 +85,7 @@ def export(
     chosen = FORMATS[name]
     write = partial(write_preferences, min_margin=min_margin) if name == "preferences" else chosen.write
     with made_whole(out, force=force, directory=chosen.is_directory) as path:
-        reader = ExportReader(client, url, request, progress)
+        reader = ExportReader(client, request, progress)
         write(reader, path)
         reader.tally.check()
     return reader

@@ -106,9 +106,7 @@ class GroupSlice:
 class ExportReader:
     """Reads the requested rollouts, once; `tally` counts."""
 
-    def __init__(
-        self, client: Client, url: str, request: ExportSelection, progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
+    def __init__(self, client: Client, request: ExportSelection, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Look the dataset up and list its rollouts; `progress` is called with the number of rollouts done and of all.
 
         Raises:
@@ -116,14 +114,13 @@ class ExportReader:
             BuilderError: requested drops are no whole responses, or a selection is no regular expression.
         """
         self.client = client
-        self.url = url
         self.request = request
         self.tally = ExportTally()
         self._progress = progress
         for reason in request.dropped:
             if reason not in SPOKEN:
                 raise BuilderError(f"calls dropped as {reason} cannot be exported: take {', '.join(SPOKEN)}.")
-        self.dataset = datasets.resolve(client, url, request.dataset, request.as_of)
+        self.dataset = datasets.resolve(client, request.dataset, request.as_of)
         self.rollouts = self._rollouts()
 
     def parts(self) -> Iterator[GroupSlice]:
@@ -226,7 +223,7 @@ class ExportReader:
         return totals.group_by(*_BUILD).agg(Return=pl.when(has_return).then(weighted.sum()))
 
     def _frame(self, sql: str) -> pl.DataFrame:
-        return query(self.client, self.url, sql).with_columns(
+        return query(self.client, sql).with_columns(
             pl.col(pl.Categorical, pl.Binary).cast(pl.String), pl.col(pl.List(pl.Categorical), pl.List(pl.Binary)).cast(pl.List(pl.String))
         )
 

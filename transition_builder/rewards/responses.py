@@ -45,7 +45,7 @@ def read(reader: StoreReader, spec: BuilderSettings, spans: pl.DataFrame, answer
     call_spans = spans.filter((pl.col("RowKind") == "span") & (IS_GATEWAY | is_answered)).unique(SPAN, maintain_order=True)
     rows = list[dict[str, Any]]()
     for batch in call_spans.sort("Timestamp").iter_slices(_SPANS_A_QUERY):
-        with store_errors(reader.url):
+        with store_errors(reader.client):
             rows_read = reader.client.query(_SQL.format(**span_constants(batch)), settings=LONG).result_rows
         for trace, span, *places in rows_read:
             for choice, (text, calls) in texts.response(places).items():

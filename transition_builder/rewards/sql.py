@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from spangrad.errors import BuilderError, StoreError
-from spangrad.http.service import without_userinfo
 from spangrad.settings import BuilderSettings
-from spangrad.store.clickhouse import constant, store_errors
+from spangrad.store.clickhouse import constant, store_errors, store_url
 from transition_builder.frames import concat, conform, empty
 from transition_builder.rewards.rules.calls import reason
 from transition_builder.schemas import ATTEMPT, SQL_REWARDS
@@ -69,7 +68,7 @@ def statement(path: Path) -> str:
     return text
 
 
-def check(client: Client, url: str, spec: BuilderSettings) -> None:
+def check(client: Client, spec: BuilderSettings) -> None:
     """Check that the store understands every file of a specification, and that its columns are those of a reward.
 
     Raises:
@@ -82,12 +81,12 @@ def check(client: Client, url: str, spec: BuilderSettings) -> None:
     for name in files_of(spec):
         path = _path(spec, name)
         sql = f"DESCRIBE (\n{_filled(statement(path), _NO_ROLLOUTS, 0, 0)}\n)"
-        with store_errors(url):
+        with store_errors(client):
             try:
                 rows = client.query(sql).result_rows
             except DatabaseError as error:
                 why = str(error).strip().splitlines()[0][:500]
-                raise BuilderError(f"the span store at {without_userinfo(url)} does not take {path}: {why}. Fix the file.") from None
+                raise BuilderError(f"the span store at {store_url(client)} does not take {path}: {why}. Fix the file.") from None
         _require_columns(path, {str(row[0]): str(row[1]) for row in rows})
 
 
@@ -136,7 +135,7 @@ def _filled(sql: str, rollouts: Iterable[bytes], since: int, until: int) -> str:
 
 def _query(reader: StoreReader, path: Path, sql: str) -> pl.DataFrame:
     try:
-        return query(reader.client, reader.url, sql)
+        return query(reader.client, sql)
     except StoreError as error:
         raise StoreError(f"{path}: {error}") from error
 

@@ -41,7 +41,6 @@ class StoreReader:
     def __init__(self, client: Client, settings: Settings) -> None:
         """Query through `client`; this sends nothing yet."""
         self.client = client
-        self.url = settings.store.url
         self.spec = settings.builder.spec
         as_of = settings.builder.as_of
         self.as_of = as_of if as_of is None or as_of.tzinfo else as_of.replace(tzinfo=UTC)
@@ -78,7 +77,7 @@ class StoreReader:
         Raises:
             StoreError: the store failed.
         """
-        return query(self.client, self.url, sql, parameters, headers={SETTLED: "0"} if fresh else None, scans=scans)
+        return query(self.client, sql, parameters, headers={SETTLED: "0"} if fresh else None, scans=scans)
 
     def insert(self, table: str, rows: pl.DataFrame) -> None:
         """Write rows; they are stored when this returns.
@@ -89,25 +88,24 @@ class StoreReader:
         buffer = rows.rechunk().write_ipc_stream(None, compression="lz4", compat_level=pl.CompatLevel.oldest())
         # The driver puts the statement before bytes, and beside another buffer into the URL, which it encodes letter by letter.
         block = buffer.getvalue() if buffer.tell() <= _COPIED_BYTES else buffer.getbuffer()
-        with store_errors(self.url):
+        with store_errors(self.client):
             self.client.raw_insert(f"spangrad_internal.{table}", rows.columns, block, fmt="ArrowStream")  # pyright: ignore[reportArgumentType]  # any buffer
 
 
 def query(
     client: Client,
-    url: str,
     sql: str,
     parameters: Mapping[str, Any] | None = None,
     *,
     headers: dict[str, str] | None = None,
     scans: bool = True,
 ) -> pl.DataFrame:
-    """Return the result of a query; `url` is the store's, for errors.
+    """Return the result of a query.
 
     Raises:
         StoreError: the store failed.
     """
-    with store_errors(url):
+    with store_errors(client):
         settings = _WHOLE if scans else {**_WHOLE, "max_threads": 1}
         table = client.query_arrow(sql, parameters=dict(parameters or {}), use_strings=True, settings=settings, transport_settings=headers)
     frame = pl.from_arrow(_with_plain_map_keys(table))

@@ -31,7 +31,7 @@ def write_training_trace(reader: ExportReader, out: Path) -> None:
                 reader.tally.count_left_out(LeftOut.NO_IDS, len(calls) - len(with_ids))
                 reader.tally.count_left_out(LeftOut.NO_LOGPROBS, len(with_ids) - len(valid))
                 kept += [(rollout, valid)] if valid else []
-            dialogues = iter(read_dialogues(reader.client, reader.url, [call for _, calls in kept for call in calls]))
+            dialogues = iter(read_dialogues(reader.client, [call for _, calls in kept for call in calls]))
             for rollout, calls in kept:
                 turns = [
                     {**_turn(call), **_texts(call, next(dialogues)), "metadata": {**about(reader, rollout, [call]), **_facts(call)}}

@@ -52,7 +52,7 @@ def write_verl(reader: ExportReader, out: Path) -> None:
 
 def _add_prompts(reader: ExportReader, part: GroupSlice, rows: MessageRows, seen: set[bytes]) -> None:
     rollouts = list(part.by_rollout())
-    dialogues = read_dialogues(reader.client, reader.url, [calls[0] for _, calls in rollouts])
+    dialogues = read_dialogues(reader.client, [calls[0] for _, calls in rollouts])
     for (rollout, calls), dialogue in zip(rollouts, dialogues, strict=True):
         reader.tally.count_left_out(LeftOut.LATER_CALL, len(calls) - 1)
         reason = _unfit(dialogue) if has_beginning(reader, calls) else LeftOut.LATER_CALL
