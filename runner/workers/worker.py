@@ -50,6 +50,8 @@ class Worker:
         self._changes = asyncio.Condition()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._reporting = True
+        """False once no ending is reported any more, which those who wait see before that task has ended."""
         self._unsandboxed = False
         """True from an attempt that had no sandbox until the pause after it: other workers may have one for its rollout."""
         self._pause = _PAUSE_SECONDS
@@ -100,7 +102,7 @@ class Worker:
 
     async def _until(self, state: Callable[[], bool]) -> None:
         async with self._changes:
-            await self._changes.wait_for(lambda: state() or (self.failed.done() and self._tasks[1].done()))
+            await self._changes.wait_for(lambda: state() or not self._reporting)
         if not state():
             raise self.failed.result()
 
@@ -182,19 +184,25 @@ class Worker:
             attempt.stop.now(StopReason(reason, result.refused or "the queue ended it", final=final, reported=True))
 
     async def _report_endings(self) -> None:
-        """Report endings, in batches of those that arrived while the previous batch was reported, or soon after the first."""
-        while True:
-            ended = [await self._ended.get()]
-            await asyncio.sleep(_GATHER_SECONDS)
-            while not self._ended.empty():
-                ended.append(self._ended.get_nowait())
-            await self._services.roots.acknowledged(self._retry_seconds)
-            await asyncio.to_thread(self._services.files.ended, len(ended))
-            await self._report([attempt for attempt in ended if not attempt.reported])
-            for attempt in ended:
-                self._drop(attempt.lease)
-            self._room.set()
-            await self._changed()
+        try:
+            while True:
+                await self._report_next()
+        finally:
+            self._reporting = False
+
+    async def _report_next(self) -> None:
+        """Report a batch of endings: those that arrived while the previous batch was reported, or soon after the first."""
+        ended = [await self._ended.get()]
+        await asyncio.sleep(_GATHER_SECONDS)
+        while not self._ended.empty():
+            ended.append(self._ended.get_nowait())
+        await self._services.roots.acknowledged(self._retry_seconds)
+        await asyncio.to_thread(self._services.files.ended, len(ended))
+        await self._report([attempt for attempt in ended if not attempt.reported])
+        for attempt in ended:
+            self._drop(attempt.lease)
+        self._room.set()
+        await self._changed()
 
     async def _report(self, ended: Sequence[LeasedAttempt]) -> None:
         released: dict[str, list[RolloutLease]] = {}

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import runner as runner_module
 from runner.queue.wire import RolloutState
 from runner.runner import Runner
 from runner.workers import agent_processes
@@ -187,6 +188,18 @@ async def test_runner_root_span_refused_by_store_is_not_completed_in_queue(tmp_p
             await on.runner.run([Task("t", "well")], mode=Mode.TRAIN, group_size=1)
         (rollout,) = (await on.runner.queue.rollouts(run_id="run")).rollouts
         assert (rollout.state, [one.reason for one in rollout.attempts]) == (RolloutState.CANCELLED, [AttemptFailure.CANCELLED])
+
+
+async def test_worker_that_drains_while_store_is_away_ends_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "_STORE_RETRY_SECONDS", 1.0)
+    async with stage(tmp_path, callable_agent(tmp_path), max_attempts=1) as on:
+        run = asyncio.create_task(on.runner.run([Task("long", "hang")], mode=Mode.TRAIN, group_size=1))
+        await until(lambda: is_true(bool(on.gateway.announced)), 60)
+        on.sink.refusals = [(503, {})] * 1000
+        async with asyncio.timeout(60):
+            for work in (on.runner._worker.drain(0), run):
+                with pytest.raises(StoreError, match="has not taken root spans for 1 s"):
+                    await work
 
 
 def test_root_spans_open_gives_same_ids_per_key_and_other_ids_per_run() -> None:
