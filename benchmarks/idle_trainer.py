@@ -281,10 +281,9 @@ class World:
         return {name: int(count) for name, count in wrong.items()}
 
     def _ready(self) -> list[str]:
-        head = self.ledger.frontier()
-        assert head
-        self.trainer.batches.take(self.trainer.source, head)
-        return [group.group_id for group in self.trainer.batches.ready]
+        """Groups that a look finds, before their rows are loaded: these groups have none."""
+        groups = self.trainer.batches._groups  # pyright: ignore[reportPrivateUsage]
+        return [group.group_id for group in groups.poll(self.trainer.source)]
 
     def _name(self, number: int) -> str:
         return f"{number // self.size * 2654435761 % 4294967296:08x}"
