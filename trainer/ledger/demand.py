@@ -236,21 +236,21 @@ class DemandReporter:
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
     def _require_own(self, recorded: DemandRequest, now: DemandRequest) -> None:
-        """Raise if the demand that the queue keeps is that of another ledger: those groups will not come to this one."""
+        """Raise if the demand that the queue keeps instead of this one is that of another ledger, whose groups this one never gets."""
+        if recorded.groups <= now.groups:
+            return
         trainer, queue = self._settings.trainer, without_userinfo(str(self._settings.queue.url))
         of_queue = f"the queue at {queue} keeps a demand of branch {now.branch} of policy {now.policy} in run {trainer.run_id}"
         remedy = (
             "If another ledger trained there (it was deleted, or trainer.directory is another one), choose another trainer.run_id and "
             "runner.run_id, or another queue.db."
         )
-        newest = max(self._branch.ledger.statuses(), default=0)
+        newest, consumed = max(self._branch.ledger.statuses(), default=0), self._consumed()
         if (recorded.oldest_version or 0) > newest:
             raise QueueError(f"{of_queue} for version {recorded.oldest_version}, and this ledger ends at version {newest}. {remedy}")
-        consumed = self._consumed()
-        if recorded.groups > now.groups and not (consumed.groups or consumed.steps or self._reported):
-            logger.warning(
-                "%s for %d groups, and this ledger needs %d and has consumed none. %s", of_queue, recorded.groups, now.groups, remedy
-            )
+        if not (consumed.groups or consumed.steps or self._reported):
+            need = f"for {recorded.groups} groups, and this ledger needs {now.groups} and has consumed none"
+            logger.warning("%s %s. %s", of_queue, need, remedy)
 
     def figures(self, ready: int) -> dict[str, float]:
         """Return metrics: number of groups needed in all, number of skipped groups of the run, and share of those that were filtered."""
