@@ -50,7 +50,7 @@ class Recording:
     """A client that remembers what it was asked."""
 
     def __init__(self, client: Any) -> None:
-        self.client = client
+        self.client, self.url = client, client.url
         self.asked: list[str] = []
 
     def query_arrow(self, sql: str, parameters: dict[str, Any], **options: Any) -> Any:

@@ -20,6 +20,8 @@ def test_train_whose_ledger_cannot_be_opened_closes_its_clients(tmp_path: Path, 
     opened, closed = list[str](), list[str]()
 
     class Client:
+        url = "http://store"
+
         def close(self) -> None:
             closed.append("client")
 
@@ -38,6 +40,8 @@ def test_train_whose_publisher_is_refused_closes_every_other_part(tmp_path: Path
     closed = list[str]()
 
     class Part:
+        url = "http://store"
+
         def __init__(self, name: str) -> None:
             self.name = name
 
