@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from spangrad.client.queue_http import state_demand
-from spangrad.errors import QueueError
+from spangrad.errors import LedgerError, QueueError
 from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.settings import QueueSettings, Settings
 from tests.support.policies import skip, trainer_settings
@@ -296,12 +296,30 @@ async def test_demand_of_another_ledger_in_queue_is_refused_or_warned_of(tmp_pat
     run, own = chosen.trainer.run_id, {"policy": chosen.trainer.policy, "branch": chosen.trainer.branch}
     async with serving(of_queue) as (client, _):
         await asyncio.to_thread(trainer.demand.call)
-        assert not caplog.text
+        assert "another ledger" not in caplog.text
         trainer.demand = DemandReporter(trainer.settings, trainer.branch, SPEC)
         await client.want(run, DemandRequest(**own, groups=6, oldest_version=0))
         await asyncio.to_thread(trainer.demand.call)
         assert "for 6 groups, and this ledger needs 4 and has consumed none. If another ledger trained there" in caplog.text
         await client.want(run, DemandRequest(**own, groups=8, oldest_version=1))
         trainer.demand = DemandReporter(trainer.settings, trainer.branch, SPEC)
-        with pytest.raises(QueueError, match="for version 1, and this ledger ends at version 0"):
+        with pytest.raises(LedgerError, match="for version 1, and this ledger ends at version 0"):
             await asyncio.to_thread(trainer.demand.call)
+
+
+async def test_demand_after_rollback_replaces_version_and_keeps_groups_of_larger_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The queue keeps the larger demand, of a version that the gateway serves no more: no group would be enqueued."""
+    of_queue = queue_settings(f"sqlite:///{tmp_path}/queue.db")
+    chosen = settings(write_base(tmp_path / "base"), tmp_path / "policies", max_staleness=1, groups_per_batch=1)
+    trainer = wired(chosen.model_copy(update={"queue": of_queue.queue}), FakeSource(["a", "b"]))
+    trainer.run(follow=False)
+    assert len(committed(trainer)) == 3
+    async with serving(of_queue) as (client, _):
+        trainer.demand = DemandReporter(trainer.settings, trainer.branch, SPEC)  # the queue was away before
+        await asyncio.to_thread(trainer.demand.call)
+        (before,) = (await client.demand(chosen.trainer.run_id)).branches
+        trainer.ledger.rollback(1)
+        await asyncio.to_thread(trainer.demand.call)
+        (after,) = (await client.demand(chosen.trainer.run_id)).branches
+        assert (before.groups, before.oldest_version, after.groups, after.oldest_version) == (4, 1, 4, 0)
+        assert "another ledger" not in caplog.text

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from spangrad.client.queue_http import state_demand
-from spangrad.errors import QueueError
-from spangrad.http.queue_messages import DemandRequest
+from spangrad.errors import LedgerError, QueueError
+from spangrad.http.queue_messages import DemandRequest, DemandState
 from spangrad.http.service import without_userinfo
 from spangrad.settings import Settings, TrainerSettings
 from spangrad.types import Mode, VersionStatus
@@ -212,7 +213,7 @@ class DemandReporter:
         Ready groups are those of `in_flight`.
 
         Raises:
-            QueueError: the queue keeps the demand of another ledger for this branch.
+            LedgerError: the queue keeps the demand of another ledger for this branch.
         """
         trainer = self._settings.trainer
         if self._settings.queue.url is None or Mode.TRAIN not in trainer.modes:
@@ -224,21 +225,29 @@ class DemandReporter:
         if early and now == self._reported:
             return
         try:
-            there = state_demand(self._settings.queue, trainer.run_id, now)
+            there = self._state(now)
         except QueueError as error:
             self._outage.failed(error)
             self._quiet_until = time.monotonic() + REQUEST_SECONDS
             return
         self._outage.over()
-        self._require_own(next((one for one in there.branches if (one.policy, one.branch) == (now.policy, now.branch)), now), now)
         if now.groups > (self._reported.groups if self._reported else 0):
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
+    def _state(self, now: DemandRequest) -> DemandState:
+        """Send a demand; where the queue keeps a larger one of this ledger, as after a rollback, send it with that number of groups."""
+        queue, run = self._settings.queue, self._settings.trainer.run_id
+        there = state_demand(queue, run, now)
+        recorded = next((one for one in there.branches if (one.policy, one.branch) == (now.policy, now.branch)), now)
+        if recorded.groups > now.groups:
+            self._require_own(recorded, now)
+            if recorded.oldest_version != now.oldest_version:
+                there = state_demand(queue, run, replace(now, groups=recorded.groups))
+        return there
+
     def _require_own(self, recorded: DemandRequest, now: DemandRequest) -> None:
         """Raise if the demand that the queue keeps instead of this one is that of another ledger, whose groups this one never gets."""
-        if recorded.groups <= now.groups:
-            return
         trainer, queue = self._settings.trainer, without_userinfo(str(self._settings.queue.url))
         of_queue = f"the queue at {queue} keeps a demand of branch {now.branch} of policy {now.policy} in run {trainer.run_id}"
         remedy = (
@@ -247,7 +256,7 @@ class DemandReporter:
         )
         newest, consumed = max(self._branch.ledger.statuses(), default=0), self._consumed()
         if (recorded.oldest_version or 0) > newest:
-            raise QueueError(f"{of_queue} for version {recorded.oldest_version}, and this ledger ends at version {newest}. {remedy}")
+            raise LedgerError(f"{of_queue} for version {recorded.oldest_version}, and this ledger ends at version {newest}. {remedy}")
         if not (consumed.groups or consumed.steps or self._reported):
             need = f"for {recorded.groups} groups, and this ledger needs {now.groups} and has consumed none"
             logger.warning("%s %s. %s", of_queue, need, remedy)
