@@ -28,7 +28,7 @@ BUILD_TIMEOUT_SECONDS = 60
 
 COUNTS = {
     "spans": "SELECT count() FROM spangrad.rollout_spans WHERE RowKind = 'span' AND RunId = {run:String}",
-    "calls": "SELECT count() FROM spangrad.calls WHERE RunId = {run:String}",
+    "calls": "SELECT sum(Calls) FROM spangrad.rollouts WHERE RunId = {run:String}",
     "transitions": "SELECT count() FROM spangrad.transitions WHERE RunId = {run:String}",
     "rollouts": "SELECT count() FROM spangrad.attempts WHERE RunId = {run:String} AND Final",
     "policy_versions": "SELECT count() FROM spangrad.policy_versions WHERE RunId = {run:String} AND Status = 'committed'",

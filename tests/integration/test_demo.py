@@ -123,7 +123,7 @@ def require_five_clicks_from_failure_to_version(run: Path, directory: Path) -> N
     "moment",
     [
         "starting engine",
-        pytest.param("making the tiny model", marks=pytest.mark.slow),
+        pytest.param("starting model", marks=pytest.mark.slow),
         pytest.param("step   0", marks=pytest.mark.slow),
         pytest.param("step   1", marks=pytest.mark.slow),
     ],
