@@ -99,7 +99,7 @@ def export(
         selection=Selection(agents=agent, models=model, policies=policy, tools=tool, components=component),
         min_return=min_return,
         reward_weights=settings.trainer.credit.reward_weights,
-        dropped=tuple(_reason(one) for one in dropped or ()),
+        dropped=tuple(_reason(name) for name in dropped or ()),
     )
     formats.require_place(format_, rollout_filter.dropped)
     # SIGTERM, as a scheduler sends it, then removes half-written files, as Ctrl-C does.
@@ -125,13 +125,13 @@ def dataset_of_settings(client: Client, settings: Settings, as_of: datetime | No
     from spangrad.store import datasets
 
     name, spec = settings.builder.dataset, settings.builder.spec
-    there = [one for one in datasets.known(client) if one.name == name and (as_of is None or one.created <= as_of)]
-    if there and all(one.build_spec != spec for one in there):
+    revisions = [dataset for dataset in datasets.known(client, as_of) if dataset.name == name]
+    if revisions and all(revision.build_spec != spec for revision in revisions):
         raise StoreError(
             f"the store at {store_url(client)} holds no revision of {name} that was built with these settings. "
-            f"Name one with --dataset: {', '.join(map(str, there))}; or `spangrad build` with them first."
+            f"Name one with --dataset: {', '.join(map(str, revisions))}; or `spangrad build` with them first."
         )
-    return next((str(one) for one in there if one.build_spec == spec), name)
+    return next((str(revision) for revision in revisions if revision.build_spec == spec), name)
 
 
 def _elsewhere(client: Client, runs: Sequence[str]) -> str:
@@ -141,7 +141,7 @@ def _elsewhere(client: Client, runs: Sequence[str]) -> str:
     of_runs = "WHERE RunId IN {runs:Array(String)}" if runs else ""
     rows = client.query(f"SELECT BuildSpec, count() FROM spangrad.builds {of_runs} GROUP BY BuildSpec", {"runs": list(runs)}).result_rows
     built = {str(spec): int(count) for spec, count in rows}
-    dataset_counts = [f"{one}: {built[one.build_spec]}" for one in datasets.known(client) if one.build_spec in built]
+    dataset_counts = [f"{dataset}: {built[dataset.build_spec]}" for dataset in datasets.known(client) if dataset.build_spec in built]
     return f" Rollouts of {'these' if runs else 'all'} runs by dataset: {', '.join(dataset_counts)}." if dataset_counts else ""
 
 

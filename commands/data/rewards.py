@@ -88,7 +88,7 @@ def _backfill(
     name = dataset or settings.builder.dataset
     sql_rewards = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
     builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": sql_rewards})
-    versions = ", ".join(f"{one}@{builder.sql_hash(one)}" for one in reward)  # raises where there is no such file
+    versions = ", ".join(f"{name}@{builder.sql_hash(name)}" for name in reward)  # raises where there is no such file
     log_to_stderr()
     limit_builder_threads()
     with answering_client(settings.store) as (client, store):
@@ -97,7 +97,7 @@ def _backfill(
         from transition_builder.rewards import sql
 
         sql.check(client, builder)
-        if not any(one.name == name for one in datasets.known(client)):
+        if not any(dataset.name == name for dataset in datasets.known(client)):
             datasets.register(client, name, settings.builder.spec, settings.builder.decides, "the settings without the backfill")
         why = f"backfill of {versions} over {f'run {run_id}' if run_id else 'all runs'} since {began.isoformat(timespec='seconds')}"
         revision = datasets.register(client, name, builder.spec, builder.decides, why)
@@ -139,7 +139,7 @@ def _report(client: Client, dataset: Dataset, summary: str) -> None:
 
 def _users(name: str, version: str, known: Sequence[Dataset]) -> str:
     """Return the datasets that were built with this version of a file, joined by commas."""
-    return ", ".join(str(one) for one in known if one.settings.get("sql_rewards", {}).get(name) == version)
+    return ", ".join(str(dataset) for dataset in known if dataset.settings.get("sql_rewards", {}).get(name) == version)
 
 
 def _print(columns: Sequence[str], rows: Sequence[Sequence[Any]], otherwise: str) -> None:

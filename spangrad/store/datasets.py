@@ -73,7 +73,7 @@ def resolve(client: Client, text: str, as_of: datetime | None = None) -> Dataset
         StoreError: there is no such dataset, or the store failed.
     """
     name, revision = parse(text)
-    existing = [dataset for dataset in known(client) if as_of is None or dataset.created <= as_of]
+    existing = known(client, as_of)
     matches = [dataset for dataset in existing if dataset.name == name and revision in (None, dataset.revision)]
     if matches:
         return matches[-1]
@@ -83,15 +83,18 @@ def resolve(client: Client, text: str, as_of: datetime | None = None) -> Dataset
     raise StoreError(f"the store at {store_url(client)} has no dataset {text!r}{when}. {remedy}")
 
 
-def known(client: Client) -> list[Dataset]:
-    """Return all revisions of all datasets, ordered by name and revision.
+def known(client: Client, as_of: datetime | None = None) -> list[Dataset]:
+    """Return all revisions of all datasets, or those that were there at a time, ordered by name and revision.
 
     Raises:
         StoreError: the store failed.
     """
     with store_errors(client):
         rows = client.query(f"SELECT {_COLUMNS} FROM spangrad.datasets ORDER BY Name, Revision").result_rows
-    return [Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows]
+    revisions = [
+        Dataset(name, number, spec, json.loads(text), reason, moment(created)) for name, number, spec, text, reason, created in rows
+    ]
+    return [revision for revision in revisions if as_of is None or revision.created <= as_of]
 
 
 def register(client: Client, name: str, build_spec: str, settings: Mapping[str, Any], reason: str = "") -> Dataset:

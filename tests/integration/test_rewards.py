@@ -127,7 +127,7 @@ def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_pat
         after,
     )
 
-    why = {str(one): one.reason for one in datasets.known(world.client)}
+    why = {str(dataset): dataset.reason for dataset in datasets.known(world.client)}
     assert why[f"{world.run}@1"] == "the first"
     version = Settings(builder=BuilderSettings(rewards_directory=tmp_path)).builder.sql_hash("brevity")
     backfill, changed = why[f"{world.run}@2"].split("; ")
@@ -138,7 +138,7 @@ def test_rewards_backfill_makes_new_revision_and_keeps_old(alone: World, tmp_pat
     assert f"{world.run}@2: nothing new" in capsys.readouterr().out
     loop.build_once(world.settings())
     call(command)
-    assert [str(one) for one in datasets.known(world.client) if one.name == world.run] == [
+    assert [str(dataset) for dataset in datasets.known(world.client) if dataset.name == world.run] == [
         f"{world.run}@1",
         f"{world.run}@2",
     ]
