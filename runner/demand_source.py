@@ -65,12 +65,12 @@ def missing_groups(demand: DemandState, extra: int) -> int:
         extra: groups in flight beyond the demanded ones, until the trainer has as many as it demands.
     """
     missing = demand.groups - demand.enqueued
-    if all(one.filled >= one.groups for one in demand.branches if one.groups == demand.groups):
+    if all(branch.filled >= branch.groups for branch in demand.branches if branch.groups == demand.groups):
         return missing if extra else max(missing, 0)
     return max(missing + extra, 0)
 
 
-def oldest_versions(demand: DemandState) -> dict[str, int]:
+def _oldest_versions(demand: DemandState) -> dict[str, int]:
     """Return the oldest version of each policy that a branch can still train; of policies for which a branch reports it."""
     oldest: dict[str, int] = {}
     for branch in demand.branches:
@@ -115,7 +115,7 @@ class DemandSource:
         demand = await self._queue.demand(run)
         if not demand.branches:  # the groups that are enqueued are not for a trainer
             return demand.groups
-        oldest = oldest_versions(demand)
+        oldest = _oldest_versions(demand)
         serving = {policy: version for policy in oldest if (version := await self._served(policy)) is not None}
         if await self._cancel_old(oldest, serving) + await self._cancel_untrainable():
             demand = await self._queue.demand(run)

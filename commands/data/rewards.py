@@ -88,7 +88,7 @@ def _backfill(
     name = dataset or settings.builder.dataset
     sql_rewards = tuple(dict.fromkeys((*settings.builder.sql_rewards, *reward)))
     builder = settings.builder.model_copy(update={"dataset": name, "sql_rewards": sql_rewards})
-    versions = ", ".join(f"{name}@{builder.sql_hash(name)}" for name in reward)  # raises where there is no such file
+    versions = ", ".join(f"{file}@{builder.sql_hash(file)}" for file in reward)  # raises where there is no such file
     log_to_stderr()
     limit_builder_threads()
     with answering_client(settings.store) as (client, store):

@@ -37,6 +37,7 @@ def test_finetune_with_two_ray_workers_matches_one_process(method: Any, tiny_mod
     for of_workers in metrics.values():
         # The policy is still the reference before the first step, and after it, as its learning rate is 0: margins are rounding errors.
         for step in of_workers[:2]:
+            assert step.get("preference_margin", 0.0) == pytest.approx(0.0, abs=1e-5)
             step.pop("preference_accuracy", None)
     for local, distributed in zip(metrics[0], metrics[2], strict=True):
         assert distributed == pytest.approx(local, rel=1e-4, abs=1e-5)

@@ -225,7 +225,7 @@ class DemandReporter:
         if early and now == self._reported:
             return
         try:
-            there = self._state(now)
+            there = self._send(now)
         except QueueError as error:
             self._outage.failed(error)
             self._quiet_until = time.monotonic() + REQUEST_SECONDS
@@ -235,11 +235,11 @@ class DemandReporter:
             logger.info("%d groups of run %s are wanted in all, %d are enqueued", now.groups, trainer.run_id, there.enqueued)
         self._reported, self._quiet_until = now, time.monotonic() + REPEAT_SECONDS
 
-    def _state(self, now: DemandRequest) -> DemandState:
-        """Send a demand; where the queue keeps a larger one of this ledger, as after a rollback, send it with that number of groups."""
+    def _send(self, now: DemandRequest) -> DemandState:
+        """Send a demand and return the queue's state; where it keeps a larger one, as after a rollback, send this one with its groups."""
         queue, run = self._settings.queue, self._settings.trainer.run_id
         there = state_demand(queue, run, now)
-        recorded = next((one for one in there.branches if (one.policy, one.branch) == (now.policy, now.branch)), now)
+        recorded = next((branch for branch in there.branches if (branch.policy, branch.branch) == (now.policy, now.branch)), now)
         if recorded.groups > now.groups:
             self._require_own(recorded, now)
             if recorded.oldest_version != now.oldest_version:
