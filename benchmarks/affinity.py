@@ -18,19 +18,18 @@ import random
 import re
 import sys
 import time
-import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from benchmarks.engines import get, start_engine, start_service, wait_for_engines
 from benchmarks.random_model import write_model
 from benchmarks.scratch import exit_code, scratch
-from spangrad.processes import Child, answers, free_ports, own_command, wait_until
+from spangrad.processes import Child, answers, free_ports, wait_until
 
-ROOT = Path(__file__).parents[1]
 WORDS = 2000
 ENGINES = 2
 RESPONSE_TOKENS = 8
@@ -64,10 +63,10 @@ def measure(directory: Path, rollouts: int, at_once: int, turns: int, tokens: tu
         gateway = _start_gateway(engines, directory, stack)
         figures, failed, idle = dict[str, dict[str, float]](), 0, 0
         for variant in ("peer", "ours"):
-            before, began = [counters(_get(f"{url}/metrics")) for url in engines], time.monotonic()
+            before, began = [counters(get(f"{url}/metrics")) for url in engines], time.monotonic()
             failed += asyncio.run(_play(gateway, variant, rollouts, at_once, turns, tokens))
             seconds = time.monotonic() - began
-            parts = [_difference(counters(_get(f"{url}/metrics")), old) for url, old in zip(engines, before, strict=True)]
+            parts = [_difference(counters(get(f"{url}/metrics")), old) for url, old in zip(engines, before, strict=True)]
             idle += sum(part["queries"] == 0 for part in parts)
             figures[variant] = summary(parts, seconds)
     ours, peer = figures["ours"], figures["peer"]
@@ -121,21 +120,12 @@ async def _play(gateway: str, variant: str, rollouts: int, at_once: int, turns: 
 
 def _start_engines(model: Path, directory: Path, stack: ExitStack) -> list[str]:
     urls, children = list[str](), list[Child]()
-    for number, port in enumerate(free_ports(ENGINES)):
-        settings = {
-            "engine.python": ROOT / ".venv-vllm/bin/python",
-            "engine.model": model,
-            "engine.port": port,
-            "engine.dtype": "float32",
-            "engine.max_model_len": 4096,
-            "engine.kv_cache_bytes": 256 * 2**20,
-            "engine.enforce_eager": True,
-            "engine.cache_dir": directory / f"vllm-cache-{number}",
-        }
-        children.append(_start("engine", settings, directory / f"engine-{number}.log", stack))
-        urls.append(f"http://127.0.0.1:{port}")
-    for url in urls:
-        wait_until(lambda url=url: answers(f"{url}/health") and json.loads(_get(f"{url}/spangrad/info"))["warm"], 500, "vLLM", children)
+    for number in range(ENGINES):
+        cache, log = directory / f"vllm-cache-{number}", directory / f"engine-{number}.log"
+        child, url = start_engine(model, cache, log, stack, dtype="float32", max_model_len=4096, kv_cache_bytes=256 * 2**20)
+        children.append(child)
+        urls.append(url)
+    wait_for_engines(urls, children)
     return urls
 
 
@@ -147,27 +137,15 @@ def _start_gateway(engines: Sequence[str], directory: Path, stack: ExitStack) ->
         "gateway.backends": json.dumps([{"url": url} for url in engines[1:]]),
         "gateway.spill_path": directory / "spill",
     }
-    child = _start("gateway", settings, directory / "gateway.log", stack)
+    child = start_service("gateway", settings, directory / "gateway.log", stack)
     url = f"http://127.0.0.1:{port}"
 
     def all_serve() -> bool:
-        states = json.loads(_get(f"{url}/admin/backends"))["backends"]
+        states = json.loads(get(f"{url}/admin/backends"))["backends"]
         return [backend["status"] for backend in states] == ["serving"] * len(engines)
 
     wait_until(lambda: answers(f"{url}/readyz") and all_serve(), 120, "the gateway's engines", [child], poll_seconds=0.2)
     return url
-
-
-def _start(service: str, settings: Mapping[str, object], log: Path, stack: ExitStack) -> Child:
-    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    child = Child(service, own_command(service, *words), log, inherit_settings=False)
-    stack.callback(child.stop)
-    return child
-
-
-def _get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=60) as response:
-        return response.read().decode()
 
 
 if __name__ == "__main__":

@@ -15,25 +15,23 @@ import contextlib
 import json
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.engines import start_engine, wait_for_engines
 from benchmarks.scratch import exit_code, scratch
-from gateway.engine import command, environment
-from spangrad.processes import Child, answers, free_ports, wait_until
-from spangrad.settings import Settings, TrainerSettings
-from spangrad.settings.sources import load_settings
+from spangrad.settings import TrainerSettings
 from spangrad.settings.trainer_service import AlarmSettings, LogprobAlarm
 from trainer.data.batch import Batch
 from trainer.monitor import logprob_check
 from trainer.optim.optimizer import VerlOptimizer
 
-ROOT = Path(__file__).parents[1]
 Head = Literal["float32", "model"]
 ENGINES: tuple[tuple[str, Head], ...] = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "model"))
 REQUESTS = 96
@@ -58,24 +56,12 @@ def build_models(directory: Path) -> dict[str, Path]:
 
 def sample(model: Path, dtype: str, head: Head, directory: Path) -> Batch:
     """Have a vLLM of some dtypes complete random prompts, and return what it recorded as a batch without advantages."""
-    (port,) = free_ports(1)
-    settings = load_settings(
-        {
-            "engine.python": str(ROOT / ".venv-vllm/bin/python"),
-            "engine.model": str(model),
-            "engine.port": port,
-            "engine.dtype": dtype,
-            "engine.head_dtype": head,
-            "engine.max_model_len": 128,
-            "engine.kv_cache_bytes": 64 * 2**20,
-            "engine.enforce_eager": True,
-            "engine.cache_dir": str(directory / "vllm-cache"),
-        },
-        env={},
-    )
     words = json.loads((model / "config.json").read_text())["vocab_size"]
     prompts = np.random.default_rng(0).integers(3, words, (REQUESTS, PROMPT_TOKENS))
-    with _running(settings, directory / f"{model.name}-{dtype}-{head}.log") as url, ThreadPoolExecutor(16) as pool:
+    cache, log = directory / "vllm-cache", directory / f"{model.name}-{dtype}-{head}.log"
+    with ExitStack() as stack, ThreadPoolExecutor(16) as pool:
+        child, url = start_engine(model, cache, log, stack, dtype=dtype, head_dtype=head, max_model_len=128, kv_cache_bytes=64 * 2**20)
+        wait_for_engines([url], [child])
         choices = list(pool.map(lambda prompt: _complete(url, prompt), prompts.tolist()))
     responses = np.array([choice["token_ids"] for choice in choices])
     return Batch(
@@ -104,18 +90,6 @@ def compare(model: Path, batch: Batch, dtype: logprob_check.Dtype, head: Head) -
     metrics = engine.step(batch)
     engine.close()
     return {name: metrics[name] for name in STATISTICS}
-
-
-@contextlib.contextmanager
-def _running(settings: Settings, log: Path) -> Iterator[str]:
-    model = Path(str(settings.engine.model))
-    url = f"http://127.0.0.1:{settings.engine.port}"
-    child = Child("vLLM", command(settings, model), log, environment(settings, model))
-    try:
-        wait_until(lambda: answers(f"{url}/health"), 300, "vLLM", [child], poll_seconds=0.2)
-        yield url
-    finally:
-        child.stop()
 
 
 def _complete(url: str, prompt: list[int]) -> dict[str, Any]:

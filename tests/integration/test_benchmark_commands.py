@@ -52,6 +52,18 @@ def test_gateway_benchmark_small_run_finds_every_span() -> None:
     assert result["ours"]["cpu_us"] > 0
 
 
+def test_logprob_gap_benchmark_of_small_model_is_within_limits() -> None:
+    result = result_of("logprob_gap", "--models", "two-tools")
+    assert len(result["ours"]) == 5
+    assert result["checked"] == {"beyond_the_default_limits": 0}
+
+
+def test_affinity_benchmark_small_run_computes_no_prompt_anew() -> None:
+    result = result_of("affinity", "--rollouts", "4", "--at-once", "4", "--turns", "3")
+    assert result["ours"]["computed_tokens"] < result["ours"]["prompt_tokens"] / 2
+    assert set(result["checked"].values()) == {0}
+
+
 def test_idle_trainer_benchmark_small_run_misses_no_group() -> None:
     result = result_of("idle_trainer", "--steps", "10", "100", "--looks", "20", "--peer-looks", "1", may_miss_bounds=True)
     assert [result["checked"][name] for name in ("missed", "early", "duplicated", "not_noticed_as_trained")] == [0, 0, 0, 0]
