@@ -62,9 +62,9 @@ def measure(directory: Path, slots: int, mean_seconds: float, seconds: float) ->
     figures: dict[str, float] = {f"rollouts_per_s_{workers}": round(rate, 2) for workers, rate in rates.items()}
     figures |= {f"cores_{workers}": round(used, 2) for workers, used in cores.items()}
     figures |= {"of_slots": round(rates[1] / most, 3), "calibration_ms": calibration()}
-    ratio = {f"linear_{workers}": round(rates[workers] / (workers * rates[1]), 3) for workers in WORKERS[1:]}
+    ratio = {f"linear_{workers}": round(rates[workers] / (workers * rates[1]), 3) for workers in WORKERS[1:] if rates[1]}
     lost = sum(count for state, count in states.items() if state is not RolloutState.SUCCEEDED)
-    return {"ours": figures, "peer": {}, "ratio": ratio, "checked": {"not_succeeded": lost}}
+    return {"ours": figures, "peer": {}, "ratio": ratio, "checked": {"not_succeeded": lost, "none_measured": sum(rate == 0 for rate in rates.values())}}
 
 
 async def _rates(
