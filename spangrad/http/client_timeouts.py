@@ -1,7 +1,7 @@
 """Time limits of a server for clients that begin a request and do not complete it.
 
 In: the connections of an HTTP server, and bodies while they arrive. Out: the same, in bounded time. Invariant: a connection that sends no
-whole request ends, so that a silent client cannot hold a server's file descriptors.
+whole request ends, so that a silent client cannot hold a server's file descriptors; a client that leaves is no error of the server.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SilentConnections:
     """Connections of a server that have not sent a whole head yet; closes those that exceed the time limit."""
 
     def __init__(self, application: web.Application, first_head_seconds: float = FIRST_HEAD_SECONDS) -> None:
-        """Register a middleware that notices which connections send requests."""
+        """Register a middleware that notices which connections send requests, and which end within one."""
         self._seconds = first_head_seconds
         self._active: set[object] = set()
         application.middlewares.insert(0, self._notice)  # outermost: others may read the body, which has a time limit of its own
@@ -114,4 +114,9 @@ class SilentConnections:
     @web.middleware
     async def _notice(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> web.StreamResponse:
         self._active.add(request.protocol)
-        return await handler(request)
+        try:
+            return await handler(request)
+        except ConnectionResetError:
+            if request.transport is not None:
+                raise
+            return web.Response()  # nobody reads it: the client has left in the middle of its body

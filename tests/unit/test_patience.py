@@ -93,6 +93,16 @@ async def test_silent_connections_keep_idle_connection_between_requests() -> Non
     assert (response.count(b"200 OK"), response[-4:]) == (2, b"efgh")
 
 
+async def test_silent_connections_client_leaving_within_its_body_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with served(30) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\nab")
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+    assert not caplog.records
+
+
 async def test_arriving_other_timeout_error_stays_unchanged() -> None:
     with pytest.raises(TimeoutError) as caught:
         async with arriving(0.2):
