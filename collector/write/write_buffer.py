@@ -156,7 +156,10 @@ class WriteBuffer:
                 while not (self._closing or self._is_due()):
                     since = self._taking.since
                     self._woken.wait(since + self._wait - time.monotonic() if since else None)
-            if not self._closing and not self.settle():
+            with self._store_lock:
+                # A query may have been storing its batch: the spans that came meanwhile are not due for that.
+                is_due = self._is_due()
+            if is_due and not self._closing and not self.settle():
                 with self._woken:
                     self._woken.wait_for(lambda: self._closing, pending_batch.RETRY_SECONDS)
             if self._closing:

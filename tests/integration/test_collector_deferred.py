@@ -405,6 +405,35 @@ def test_write_buffer_commit_during_insert_does_not_wait(
     store.close()
 
 
+def test_write_buffer_commit_during_insert_for_query_waits_for_others(
+    engine: EmbeddedDatabase, tmp_path: Path, asking: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, (first, second) = Store(engine, tmp_path / "other"), names(2)
+    begun, go_on = threading.Event(), threading.Event()
+    inserting: list[str] = []
+
+    def slow(staging: SpanStaging) -> None:
+        inserting.append(threading.current_thread().name)
+        begun.set()
+        assert go_on.wait(60)
+        insert(staging)
+
+    insert = SpanStaging.store
+    monkeypatch.setattr(SpanStaging, "store", slow)
+    store.spans.commit([body(first)])
+    query = threading.Thread(target=store.spans.settle, name="query")
+    query.start()
+    assert begun.wait(60)
+    store.spans.commit([body(second)])
+    query.join(0.2)
+    assert query.is_alive()
+    go_on.set()
+    query.join(60)
+    assert stored(asking, first, second) == [2, 0]
+    store.close()
+    assert (inserting, stored(asking, second)) == (["query", threading.current_thread().name], [2])
+
+
 def test_write_buffer_with_wait_seconds_0_inserts_each_commit(engine: EmbeddedDatabase, tmp_path: Path, asking: Handle) -> None:
     store, (name,) = Store(engine, tmp_path / "other", wait_seconds=0), names(1)
     store.spans.commit([body(name)])
