@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +59,37 @@ def later(start: Callable[[], object], noticed: Callable[[], bool] = lambda: Tru
         thread.join()
 
 
+@contextmanager
+def relay(port: int) -> Generator[tuple[int, threading.Event]]:
+    """Give a port that leads to another one, and an event: once it is set, the next answer breaks off before its end."""
+    cutting = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, target: socket.socket, *, answers: bool) -> None:
+        with source, target, suppress(OSError):
+            while piece := source.recv(1 << 20):
+                if answers and cutting.is_set():
+                    cutting.clear()
+                    target.sendall(piece[:-10])
+                    break
+                target.sendall(piece)
+            for end in (source, target):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                client, store = server.accept()[0], socket.create_connection(("127.0.0.1", port))
+                threading.Thread(target=pass_on, args=(client, store), kwargs={"answers": False}, daemon=True).start()
+                threading.Thread(target=pass_on, args=(store, client), kwargs={"answers": True}, daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield server.getsockname()[1], cutting
+    finally:
+        server.close()
+
+
 def _is_noticed(caplog: pytest.LogCaptureFixture, service: str) -> bool:
     return f"Trying again until {service} answers" in caplog.text
 
@@ -102,6 +134,17 @@ def test_patient_client_refused_for_good_does_not_retry(store: StoreSettings) ->
     with pytest.raises(StoreError, match="refused"):
         client.query("SELECT Nothing FROM spangrad_internal.builds")
     assert outage.take_retries() == 0
+
+
+def test_patient_client_whose_answer_breaks_off_retries(store: StoreSettings) -> None:
+    outage = Outage("the span store")
+    with relay(store.clickhouse_port) as (port, cutting), closing(connect(StoreSettings(url=f"http://127.0.0.1:{port}"))) as plain:
+        client = retrying_client(plain, outage, Shutdown())
+        cutting.set()
+        assert client.query("SELECT number FROM numbers(100)").row_count == 100
+        cutting.set()
+        assert client.query_arrow("SELECT number FROM numbers(100)").num_rows == 100
+    assert outage.take_retries() == 2
 
 
 def test_trainer_while_ledger_database_is_away_waits_for_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,15 +37,8 @@ def retrying_client(client: Client, outage: Outage, shutdown: Shutdown) -> Clien
     """
 
     def request(name: str, *arguments: Any, **options: Any) -> Any:
-        from urllib3.exceptions import HTTPError
-
-        try:
-            with store_errors(client):
-                return getattr(client, name)(*arguments, **options)
-        except (HTTPError, OSError) as error:  # half an answer
-            raise StoreError(
-                f"the span store at {store_url(client)} broke off its answer ({error}). Start it with `spangrad store`."
-            ) from error
+        with store_errors(client):
+            return getattr(client, name)(*arguments, **options)
 
     def repeated(name: str, *arguments: Any, **options: Any) -> Any:
         return call_with_retries(lambda: request(name, *arguments, **options), _is_transient, outage, shutdown)
