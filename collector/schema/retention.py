@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from collector.database import Handle
 from collector.schema.cluster import Layout
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 3600
 """Interval at which the embedded store checks whether a new day has begun, and retries what failed."""
 _POLL_SECONDS = 0.1
+_PARTITIONS_A_STATEMENT = 100
+"""Most partitions of a deletion, which repeats its condition for each, within the 256 KiB that the database parses."""
 
 _TRAINED = "SELECT RolloutId FROM spangrad_internal.batches"
 # Traces whose spans name several rollouts: of those, the key table keeps the least and the greatest.
@@ -121,21 +123,28 @@ def expire(
         _await_deletions(execute, table, layout, stop)
         if stop.is_set():
             return expired
-        # Every deletion visits every part of the table, even without a match: skip it where no row matches.
-        rows = int(execute(f"SELECT count() FROM {stored(table)} WHERE {old}"))
-        if not rows:
-            continue
-        # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
-        execute(f"{deletion(table, before, layout, layout.on_cluster)} SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1")
-        _await_deletions(execute, table, layout, stop)
-        expired[table] = rows
-        report(f"deleted {rows} old rows of {stored(table)}")
+        # A deletion evaluates its condition anew for each part of the partitions that it names, with all that this reads of other tables.
+        counts = execute(f"SELECT _partition_id, count() FROM {stored(table)} WHERE {old} GROUP BY _partition_id ORDER BY _partition_id")
+        rows = {partition: int(count) for partition, count in (line.split("\t") for line in counts.splitlines())}
+        partitions = list(rows)
+        for first in range(0, len(partitions), _PARTITIONS_A_STATEMENT):
+            statement = deletion(table, before, layout, partitions[first : first + _PARTITIONS_A_STATEMENT], layout.on_cluster)
+            # Replicas that find different rows, because one has not arrived at the other yet, take over one another's result.
+            execute(f"{statement} SETTINGS mutations_sync = 0, allow_nondeterministic_mutations = 1")
+            _await_deletions(execute, table, layout, stop)
+            if stop.is_set():
+                return expired
+        if rows:
+            expired[table] = sum(rows.values())
+            report(f"deleted {expired[table]} old rows of {stored(table)}")
     return expired
 
 
-def deletion(table: str, before: int, layout: Layout, on_cluster: str = "") -> str:
-    """Return the statement that deletes a table's rows older than a point in time, in seconds since 1970."""
-    return f"ALTER TABLE {stored(layout.local(table))}{on_cluster} DELETE WHERE {_old(table, before, layout)}"
+def deletion(table: str, before: int, layout: Layout, partitions: Iterable[str], on_cluster: str = "") -> str:
+    """Return the statement that deletes the rows of some partitions older than a point in time, in seconds since 1970."""
+    where = _old(table, before, layout)
+    deletions = ", ".join(f"DELETE IN PARTITION ID '{partition}' WHERE {where}" for partition in partitions)
+    return f"ALTER TABLE {stored(layout.local(table))}{on_cluster} {deletions}"
 
 
 def _old(table: str, before: int, layout: Layout) -> str:
@@ -161,14 +170,15 @@ def _cancel_failed(execute: Execute, table: str, layout: Layout) -> str:
     Returns:
         The reason of the failure; empty: none had failed.
     """
-    # Of any earlier day; whatever else was asked for, by users or by other versions of the rule, is not ours to cancel. Both texts are
-    # formatted by the server itself. By text, not by id: on another shard the same id is another mutation.
-    own = deletion(table, 0, layout).replace("\\", "\\\\").replace("'", "\\'")
+    # Of any partition and any earlier day; whatever else was asked for, by users or by other versions of the rule, is not ours to cancel.
+    # Both texts are formatted by the server itself. By text, not by id: on another shard the same id is another mutation.
+    own = deletion(table, 0, layout, ["0"]).replace("\\", "\\\\").replace("'", "\\'")
     alter = f"ALTER TABLE {stored(layout.local(table))} "
     of_day_0 = "replaceRegexpAll(command, 'fromUnixTimestamp\\\\(\\\\d+\\\\)', 'fromUnixTimestamp(0)')"
+    of_partition_0 = f"replaceRegexpOne({of_day_0}, 'PARTITION ID \\'\\\\w+\\'', 'PARTITION ID \\'0\\'')"
     failed = (
         f"{_unfinished(table, layout)} AND latest_fail_reason != ''"
-        f" AND formatQuerySingleLineOrNull(concat('{alter}', {of_day_0})) = formatQuerySingleLine('{own}')"
+        f" AND formatQuerySingleLineOrNull(concat('{alter}', {of_partition_0})) = formatQuerySingleLine('{own}')"
     )
     reason = execute(f"SELECT max(latest_fail_reason) FROM {_mutations(layout)} WHERE {failed}").rstrip("\n")
     if reason:

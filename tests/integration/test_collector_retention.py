@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from clickhouse_connect.driver.client import Client
 
+from collector.schema import retention
 from collector.schema.cluster import Layout
 from collector.schema.retention import OLD, deletion, expire
 from spangrad.errors import StoreError
@@ -221,6 +222,18 @@ def test_expire_random_stores_keep_rows_of_plain_rule(own_store: StoreSettings) 
         assert read(client) == expected
 
 
+def test_expire_deletes_in_partitions_with_old_rows_alone(own_store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "_PARTITIONS_A_STATEMENT", 2)
+    days = ["2080-01-01", "2080-01-02", "2080-01-03", "2095-01-01"]
+    with closing(connect(own_store)) as client, executing(own_store) as execute:
+        insert(client, "otel_traces", [{"Timestamp": f"{day} 00:00:00", "TraceId": day} for day in days])
+        assert expire(execute, BEFORE, Layout())["otel_traces"] == 3
+        assert execute("SELECT TraceId FROM otel.otel_traces") == "2095-01-01\n"
+        visited = r"SELECT groupArray(extract(command, 'PARTITION ID \'(\\w+)\'')) FROM system.mutations WHERE table = 'otel_traces'"
+        commands = f"{visited} GROUP BY mutation_id ORDER BY ALL"
+        assert execute(commands) == "['20800101','20800102']\n['20800103']\n"
+
+
 def await_failure(execute: Callable[[str], str]) -> None:
     failed = "SELECT count() FROM system.mutations WHERE table = 'claims' AND latest_fail_reason != ''"
     wait_until(lambda: execute(failed) == "1\n", 30, "a failed mutation", [], poll_seconds=0.05)
@@ -232,7 +245,7 @@ def test_expire_failed_deletion_of_earlier_run_is_cancelled(own_store: StoreSett
     monkeypatch.setitem(OLD, "claims", f"IngestedAt < {{cutoff}} AND RolloutId != 'it''s \\\\' AND {throws} = 0")
     with closing(connect(own_store)) as client, executing(own_store) as execute:
         insert(client, "claims", [{"RolloutId": "poison", "IngestedAt": OLD_DAY}])
-        execute(f"{deletion('claims', BEFORE - 86400, Layout())} SETTINGS mutations_sync = 0")
+        execute(f"{deletion('claims', BEFORE - 86400, Layout(), ['all'])} SETTINGS mutations_sync = 0")
         await_failure(execute)
         lines: list[str] = []
         assert expire(execute, BEFORE, Layout(), report=lines.append) == {"claims": 1}
