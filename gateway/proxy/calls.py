@@ -64,6 +64,8 @@ class _Exchange:
     """The streamed response. None: no part of a stream has gone to the client."""
     recorded: bool = False
     """True once its span is written."""
+    ended: bool = False
+    """True once the client was sent the event that ends a stream."""
     began: float = field(default_factory=time.perf_counter)
     first_byte: float | None = None
     """Time (`perf_counter`) at which the client was sent the first part of a stream. None: it was not."""
@@ -283,11 +285,13 @@ class Calls:
         exchange.stream = response
         async for data in upstream.content.iter_any():
             events = reader.feed(scrubber.feed(data))
-            if _is_end(events):
+            is_end = _is_end(events)
+            if is_end:
                 await self._record_stream(exchange)
             if events:
                 exchange.first_byte = exchange.first_byte or time.perf_counter()
                 await _to_client(response.write(events))
+            exchange.ended |= is_end
         await self._record_stream(exchange)
         await _to_client(response.write_eof(reader.rest() + scrubber.rest()))
         return response
@@ -338,6 +342,8 @@ def _note_abort(facts: CallFacts) -> None:
 
 def _failed(exchange: _Exchange, status: int, kind: str, message: str) -> web.StreamResponse:
     """Answer with an error, or break the connection of a stream that has begun: nothing else shows that it is incomplete."""
+    if exchange.stream is not None and exchange.ended:
+        return exchange.stream  # it is complete: the call's own tokens may have ended the attempt, say
     exchange.facts.error_type, exchange.facts.error_message = kind, message
     if exchange.stream is None:
         exchange.facts.http_status = status

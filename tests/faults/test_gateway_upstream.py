@@ -33,6 +33,7 @@ from tests.support.gateways import (
     recorded,
 )
 from tests.support.gateways import ask_raw as ask
+from tests.support.otlp import FullDisk
 
 STALLED_SECONDS = 0.5
 
@@ -104,8 +105,7 @@ class TestDeath:
         async with between(die) as (stage, _):
             status, body, whole = await ask(stage, stream=True)
             (span,) = await stage.spans()
-        assert (status, body, whole) == (200, b"".join(PLAIN_EVENTS), False)
-        # The connection broke, but all of the answer had come.
+        assert (status, body, whole) == (200, b"".join(PLAIN_EVENTS), True)
         assert recorded(span) == of_the_first(ANSWER_TOKENS)
 
 
@@ -253,6 +253,20 @@ class TestSlowness:
         assert body.count(b'"padding"') == events
         assert text_of(b"".join(body.split(b"\r\n")[1::2])) == BODIES.text
         assert [recorded(span) for span in spans] == [of_the_first(ANSWER_TOKENS)] * 2
+
+    async def test_stream_whose_span_waits_for_a_full_disk_is_broken_by_its_time_limit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def answer(exchange: Exchange) -> None:
+            await exchange.send(STREAM_HEAD, *map(chunk, EVENTS[:-1]))
+            await asyncio.sleep(0.05)  # the last event comes by itself
+            await exchange.send(chunk(EVENTS[-1]), END)
+
+        async with between(answer, request_timeout_seconds=1) as (stage, _):
+            disk = FullDisk(monkeypatch)
+            given = await ask(stage, stream=True)
+            disk.full = False
+            (span,) = await stage.spans()
+        assert given == (200, b"".join(PLAIN_EVENTS[:-1]), False)
+        assert recorded(span) == of_the_first(ANSWER_TOKENS)
 
 
 class TestLeaving:

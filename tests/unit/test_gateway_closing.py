@@ -12,12 +12,29 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from benchmarks.gateway_bodies import ANSWER_TOKENS
 from gateway.dialects import DIALECTS
 from gateway.followers.controller import Followers
 from gateway.proxy.admin import Admin
 from gateway.proxy.counts import Counts
 from spangrad.http.announcements import AttemptKey, ClosedAttempt, ClosingRequest
-from tests.support.gateways import ASKED, Stage, ask, following, staged
+from tests.support.gateways import (
+    ASKED,
+    END,
+    EVENTS,
+    PLAIN_EVENTS,
+    STREAM_HEAD,
+    Exchange,
+    Stage,
+    ask,
+    ask_raw,
+    between,
+    chunk,
+    following,
+    of_the_first,
+    recorded,
+    staged,
+)
 
 FIRST, SECOND = "/rollout/r/attempt/0", "/rollout/r/attempt/1"
 MESSAGE = "attempt 0 of rollout r has ended (cancelled). No more of its calls are answered."
@@ -140,6 +157,20 @@ async def test_token_budget_limits_each_call_to_the_rest_and_closes_attempt(stag
     assert second.attributes["gen_ai.request.max_tokens"] == 1
     assert await stage.ends(FIRST) == "token_budget"
     assert await stage.count(FIRST) == (2, False)
+
+
+async def test_token_budget_used_up_by_a_stream_lets_it_end_whole() -> None:
+    async def answer(exchange: Exchange) -> None:
+        await exchange.send(STREAM_HEAD, *map(chunk, EVENTS))
+        await asyncio.sleep(0.05)  # the engine's end of the stream comes by itself
+        await exchange.send(END)
+
+    async with between(answer) as (stage, _):
+        await stage.announce(FIRST, limits={"max_output_tokens": ANSWER_TOKENS})
+        assert await ask_raw(stage, stream=True) == (200, b"".join(PLAIN_EVENTS), True)
+        (span,) = await stage.spans()
+        assert recorded(span) == of_the_first(ANSWER_TOKENS)
+        assert await stage.ends(FIRST) == "token_budget"
 
 
 async def test_token_budget_sets_a_limit_where_a_request_has_none(stage: Stage) -> None:
