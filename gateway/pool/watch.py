@@ -105,11 +105,11 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
         backend.held = await backend.read_sums()
         if await backend.read_paused():
             raise EngineError("it is paused, as a publication left it that failed. Publish again, or restart the engine.")
-        missed = policy.missed(backend, info.version)
-        if missed:
-            await _bring_up(backend, missed)
+        if not policy.missed(backend, info.version):
+            await backend.probe(info.version)
+        if missed := policy.missed(backend, info.version):  # perhaps published to the others during the probe
+            await _bring_up(backend, policy, missed)
             return
-        await backend.probe(info.version)
     except EngineError as error:
         if not backend.broken:
             backend.take_down(f"the engine at {backend.url} was not admitted: {error}", broken=True)
@@ -123,8 +123,10 @@ async def _try_to_admit(backend: Backend, policy: Policy, info: EngineInfo) -> N
         log.warning("backend %s: %s", backend.name, backend.uncompared)
 
 
-async def _bring_up(backend: Backend, release: WeightsRelease) -> None:
+async def _bring_up(backend: Backend, policy: Policy, release: WeightsRelease) -> None:
     """Load the release that the policy serves into an engine that holds older weights, or weights that were rolled back.
+
+    If another one was published to the others meanwhile, that is loaded as well before the engine has calls.
 
     Raises:
         EngineError: that failed.
@@ -134,7 +136,9 @@ async def _bring_up(backend: Backend, release: WeightsRelease) -> None:
         expected = await Expected(release).by(backend)
     except PublicationError as error:
         raise EngineError(f"it does not hold version {release.version}, which cannot be had: {error}") from error
-    await put(backend, release, expected)
+    await put(backend, release, expected, may_serve=lambda: not policy.missed(backend, release.version))
+    if newer := policy.missed(backend, release.version):
+        await _bring_up(backend, policy, newer)
 
 
 async def _restart(backend: Backend, seconds: float) -> None:

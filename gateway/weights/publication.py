@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 
@@ -153,12 +154,17 @@ def holds(backend: Backend, expected: EngineSums) -> bool:
 
 
 async def put(
-    backend: Backend, release: WeightsRelease, expected: EngineSums, calls: CallsInFlight = KEEP, sender: SenderAddress | None = None
+    backend: Backend,
+    release: WeightsRelease,
+    expected: EngineSums,
+    calls: CallsInFlight = KEEP,
+    sender: SenderAddress | None = None,
+    may_serve: Callable[[], bool] = lambda: True,
 ) -> None:
     """Make an engine serve a release; the caller holds its lock. `backend.publication` then holds the seconds of each step.
 
     An engine that holds these weights already is given the version's number alone: nothing is paused, loaded or reset, and calls go on.
-    Without a sender, the weights are read from the release's files.
+    Without a sender, the weights are read from the release's files. An engine that `may_serve` keeps out at the end stays closed to calls.
 
     Raises:
         EngineError: the engine failed; the message says what state that left.
@@ -176,10 +182,13 @@ async def put(
     backend.set_status(BackendStatus.PUBLISHING)
     try:
         held = await _replace_weights(backend, release, expected, calls, before, sync_method)
-        backend.serve(msgspec.structs.replace(info, version=release.version, model=""), held)
-    finally:
+    except BaseException:
         if backend.status is BackendStatus.PUBLISHING:
             backend.take_down(f"publication of version {release.version} was cut short. Publish again, or restart the engine.", broken=True)
+        raise
+    backend.info, backend.held = msgspec.structs.replace(info, version=release.version, model=""), held
+    if may_serve():
+        backend.serve(backend.info, held)
 
 
 class _Steps:

@@ -52,7 +52,7 @@ async def test_publish_of_served_weights_changes_version_while_calls_continue(we
 
 async def test_publish_to_several_engines_loads_only_those_that_differ(weights: list[Path]) -> None:
     engines = started(weights, 2)
-    engines[0].version, engines[0].checksum, engines[0].model = 1, checksum_directory(weights[1]), str(weights[1])
+    engines[0].checksum, engines[0].model = checksum_directory(weights[1]), str(weights[1])
     async with several(*engines) as stage:
         for engine in engines:
             engine.orders.clear()

@@ -18,8 +18,8 @@ VERSIONS = "/admin/policies/policy/versions"
 
 @pytest.fixture
 def weights(tmp_path: Path) -> list[Path]:
-    """Model directories of versions 0 and 1."""
-    return models(tmp_path, 2)
+    """Model directories of versions 0, 1, 2."""
+    return models(tmp_path, 3)
 
 
 async def second_is_down(stage: Stage) -> str:
@@ -62,6 +62,34 @@ async def test_engine_restarted_within_a_failing_publication_is_admitted_again(w
         await all_serve(stage, 2)
         assert [engine.version for engine in engines] == [1, 1]
         assert engines[1].checksum == checksum_directory(weights[1])
+
+
+async def test_admission_during_a_publication_ends_with_the_published_version(weights: list[Path]) -> None:
+    first, second = (*started(weights, 1), *started(weights, 1))
+    limited = [{"url": f"http://127.0.0.1:{first.port}", "limit": 1}]
+    async with staged(first, backends=limited) as stage, second.running() as url:
+        await stage.readiness("serving")
+        assert (await ask(stage, "POST", VERSIONS, release_of(weights, 1)))[0] == 200
+        first.reloading.clear()
+        for engine in (first, second):
+            engine.hold_reload.clear()
+        publishing = asyncio.create_task(ask(stage, "POST", VERSIONS, release_of(weights, 2)))
+        await first.reloading.wait()
+        await ask(stage, "POST", "/admin/backends", {"url": url})
+        await second.reloading.wait()  # of version 1, which is served so far
+        first.hold_reload.set()
+        assert (await publishing)[0] == 200
+        first.go_on.clear()
+        calls = [asyncio.create_task(stage.chat()) for _ in range(2)]
+        async with asyncio.timeout(30):
+            while not (await ask(stage, "GET", "/admin/policies/policy"))[1].get("waiting"):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        second.hold_reload.set()
+        await all_serve(stage, 2)
+        first.go_on.set()
+        assert [(await call)[0] for call in calls] == [200, 200]
+        assert [span.attributes["spangrad.policy.versions"] for span in await stage.spans(2)] == ["[[[0,2]]]"] * 2
+        assert [engine.checksum for engine in (first, second)] == [checksum_directory(weights[2])] * 2
 
 
 async def test_admission_of_restarted_engine_that_is_refused_logs_once(
