@@ -100,7 +100,12 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
         if request.canary is not None:
             await _send_canary(policy, release, expected, request, todo)
         else:
-            await _put_into(policy, todo, release, expected, request.order, request)
+            try:
+                await _put_into(policy, todo, release, expected, request.order, request)
+            except EngineError as error:
+                if len(todo) == len(engines):
+                    raise
+                log.warning("version %d is served by those that had it: %s", release.version, error)
             policy.served(release)
             _withdraw_outdated(policy)
         took = [policy.canary.backend] if policy.canary else todo
@@ -119,8 +124,9 @@ async def promote(policy: Policy, request: OrderRequest) -> Publication:
         if canary is None:
             raise PublicationError(409, f"policy {policy.name!r} has no canary.")
         expected = Expected(canary.release)
-        todo = [engine for engine in _publishable(policy) if not _serves(engine, canary.release, await expected.by(engine))]
-        if canary.backend in todo:
+        engines = _publishable(policy)
+        todo = [engine for engine in engines if not _serves(engine, canary.release, await expected.by(engine))]
+        if canary.backend in todo or canary.backend not in engines:
             raise PublicationError(409, f"the canary does not serve version {canary.release.version}: {canary.backend.reason}")
         policy.canary = None
         policy.served(canary.release)
@@ -172,13 +178,15 @@ async def roll_back(policy: Policy, request: OrderRequest) -> Publication:
 def _publishable(policy: Policy) -> list[Backend]:
     """Return the engines that can be published to.
 
+    One that cannot be reached, or is not admitted yet, would fail or be waited for: its watcher loads what is served before it has calls.
+
     Raises:
         PublicationError: there is none.
     """
     engines = policy.engines
     if not engines:
         raise PublicationError(409, f"policy {policy.name!r} has no engine to publish to: its backends are frozen, or there are none.")
-    publishable = [engine for engine in engines if engine.info]
+    publishable = [engine for engine in engines if engine.info and (engine.broken or engine.status is not BackendStatus.DOWN)]
     if not publishable:
         raise PublicationError(503, f"{policy.why_down()}. Publish again once /readyz answers 200.")
     return publishable

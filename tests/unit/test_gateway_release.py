@@ -160,6 +160,50 @@ async def test_publish_rolling_fails_with_first_engine_and_takes_out_later_faili
         assert engines[0].orders == []
 
 
+@pytest.mark.parametrize("order", ["all_at_once", "rolling"])
+async def test_publish_leaves_out_engine_that_is_away(weights: list[Path], order: str) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        await stage.engine_stops()
+        await wait_for(stage, "down")
+        for version in (1, 1, 2):  # twice: a trainer publishes its head again when it starts
+            status, answer = await publish(stage, weights, version, order=order)
+            assert (status, answer["backends"]["policy-1"]) == (200, "serving")
+            assert "does not answer" in answer["backends"]["policy-0"]
+        async with engines[0].running():
+            await all_serve(stage, 2)
+            assert [engine.checksum for engine in engines] == [checksum_directory(weights[2])] * 2
+
+
+async def test_publish_while_no_engine_can_be_reached_is_refused_for_now(weights: list[Path]) -> None:
+    async with several(*started(weights, 1)) as stage:
+        await stage.engine_stops()
+        await wait_for(stage, "down")
+        status, answer = await publish(stage, weights, 1)
+        assert (status, "Publish again once /readyz answers 200." in answer["error"]["message"]) == (503, True)
+
+
+async def test_publish_again_beside_broken_engine_succeeds(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        engines[0].wrong_after_reload = True
+        for _ in range(2):
+            status, answer = await publish(stage, weights, 1)
+            assert (status, answer["backends"]["policy-1"]) == (200, "serving")
+            assert "does not hold the version's weights" in answer["backends"]["policy-0"]
+
+
+async def test_promote_canary_that_is_away_is_refused(weights: list[Path]) -> None:
+    engines = started(weights, 2)
+    async with several(*engines) as stage:
+        assert (await publish(stage, weights, 1, canary=0.5))[0] == 200
+        assert [engine.version for engine in engines] == [1, 0]
+        await stage.engine_stops()
+        await wait_for(stage, "down")
+        status, answer = await ask(stage, "POST", f"{POLICY}/promote")
+        assert (status, "the canary does not serve version 1" in answer["error"]["message"]) == (409, True)
+
+
 async def test_engine_behind_served_version_gets_no_calls_until_published(weights: list[Path]) -> None:
     engines = started(weights, 2)
     async with several(*engines) as stage:
