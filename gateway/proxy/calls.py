@@ -161,7 +161,9 @@ class Calls:
         exchange.recorded = True
         self._continued.keep(exchange.facts)
         try:
-            await self._exporter.put(self._span(exchange.facts))
+            # By the monotonic clock: the other may have been set meanwhile, and a call ends after its beginning.
+            seconds = time.perf_counter() - exchange.began
+            await self._exporter.put(self._span(exchange.facts, exchange.facts.started_ns + int(seconds * 1e9)))
         finally:
             facts = exchange.facts
             # A stream's refers to the answer: until a collection, which is rare here, both would stay, with all token ids.
@@ -174,13 +176,13 @@ class Calls:
             # After the answer's last byte: metrics are worth no wait.
             asyncio.get_running_loop().call_soon(self._count, exchange, time.perf_counter())
 
-    def _span(self, facts: CallFacts) -> bytes:
+    def _span(self, facts: CallFacts, ended_ns: int) -> bytes:
         """Return the call's serialized span; if it cannot be built, a bare one, so that every counted call is recorded."""
         try:
-            return build_span(facts, self._process_id, time.time_ns(), self._redactor)
+            return build_span(facts, self._process_id, ended_ns, self._redactor)
         except Exception as fault:
             log.exception("a call could not be recorded whole: %s", facts.context.ids.traceparent)
-            return bare_span(facts, self._process_id, time.time_ns(), fault)
+            return bare_span(facts, self._process_id, ended_ns, fault)
 
     def _count(self, exchange: _Exchange, now: float) -> None:
         facts = exchange.facts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -330,6 +331,18 @@ async def test_gateway_call_count_waits_for_calls_in_flight(stage: Stage) -> Non
     assert (await call)[0] == 200
     assert len(await stage.spans(3)) == 3
     assert await stage.count("/rollout/r1/attempt/3") == (None, False)
+
+
+async def test_gateway_clock_set_back_during_call_leaves_span_its_duration(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.engine.go_on.clear()
+    call = asyncio.create_task(stage.chat())
+    await stage.engine.arrived.wait()
+    set_back = time.time_ns() - 3600 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: set_back)
+    stage.engine.go_on.set()
+    assert (await call)[0] == 200
+    (span,) = await stage.spans()
+    assert 0 < span.seconds < 60
 
 
 async def test_gateway_call_counts_of_many_attempts_come_in_one_response_without_a_wait(stage: Stage) -> None:
