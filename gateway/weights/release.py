@@ -94,7 +94,7 @@ async def publish(policy: Policy, request: PublicationRequest) -> Publication:
             if policy.release is None or policy.release.version != release.version:
                 # Engines were started with it, or another gateway published it: those that come later are given it as well.
                 policy.served(release)
-                policy.changed()
+                _withdraw_outdated(policy)
             return _publication(policy, release, 0.0)
         _require_newer(policy, release, todo, again=request.again)
         if request.canary is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.pool import watch
+from gateway.weights.publication import Expected
 from spangrad.weights.checksums import checksum_directory
 from tests.support.fake_engine import FakeEngine
 from tests.support.gateways import Stage, all_serve, ask, backends, models, release_of, several, staged, started
@@ -90,6 +91,29 @@ async def test_admission_during_a_publication_ends_with_the_published_version(we
         assert [(await call)[0] for call in calls] == [200, 200]
         assert [span.attributes["spangrad.policy.versions"] for span in await stage.spans(2)] == ["[[[0,2]]]"] * 2
         assert [engine.checksum for engine in (first, second)] == [checksum_directory(weights[2])] * 2
+
+
+async def test_admission_while_published_files_are_read_ends_with_that_version(
+    weights: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway was restarted, and knows no files of what the first engine serves."""
+    first = FakeEngine(version=1, checksum=checksum_directory(weights[1]))
+    (second,) = started(weights, 1)
+    read = Expected.by
+
+    async def slowly(expected: Expected, backend: Any) -> Any:
+        if backend.url.endswith(str(first.port)):
+            await ask(stage, "POST", "/admin/backends", {"url": f"http://127.0.0.1:{second.port}"})
+            await all_serve(stage, 2)
+        return await read(expected, backend)
+
+    async with staged(first) as stage, second.running():
+        await stage.readiness("serving")
+        monkeypatch.setattr(Expected, "by", slowly)
+        status, answer = await ask(stage, "POST", VERSIONS, release_of(weights, 1))
+        assert (status, answer["backends"]["policy-1"].partition(":")[0]) == (200, "down")
+        await all_serve(stage, 2)
+        assert second.checksum == checksum_directory(weights[1])
 
 
 async def test_admission_of_restarted_engine_that_is_refused_logs_once(
