@@ -299,15 +299,16 @@ class Builder:
     def _conclude(self, due: pl.DataFrame, summary: Summary) -> None:
         """Decide on rollouts with a root that are due (PENDING), and build those that no longer wait."""
         now = self._now
-        arrivals = self._source.arrivals(due)
-        owners = self._source.owners(arrivals)
-        judged = self._ended.judged(due, arrivals, owners, now)
-        # A rollout without a verdict has no final root, and waits like one that never had a root.
-        if judged.height < due.height:
-            self._pending = self._pending.join(due.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
-        for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
-            self._build(self._ended.frames(rollouts, arrivals, owners, now), summary)
-        self._pending = waiting.checked(self._pending, due, ROLLOUT, now)
+        for portion in self._source.portions(due):
+            arrivals = self._source.arrivals(portion)
+            owners = self._source.owners(arrivals)
+            judged = self._ended.judged(portion, arrivals, owners, now)
+            # A rollout without a verdict has no final root, and waits like one that never had a root.
+            if judged.height < portion.height:
+                self._pending = self._pending.join(portion.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
+            for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
+                self._build(self._ended.frames(rollouts, arrivals, owners, now), summary)
+            self._pending = waiting.checked(self._pending, portion, ROLLOUT, now)
 
     def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
@@ -337,9 +338,8 @@ class Builder:
         traces = self._discovery.traces(unbuilt["TraceId"])
         silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
         self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
-        for batch in silent.iter_slices(ROLLOUTS_A_READ):
-            for rollouts in self._batch_sizes.of(self._claimed(batch)):
-                self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
+        for rollouts in self._batch_sizes.of(self._claimed(silent)):
+            self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
         concluded = pl.concat([current[ROLLOUT], roots.filter("Final")[ROLLOUT]])
         self._rootless = without(self._rootless, due, rootless, concluded)
 

@@ -122,8 +122,8 @@ ROOTS: Schema = {
 }
 """The root span of an attempt. Calls is null when there was no gateway to ask; IngestedAt is its first arrival."""
 
-PRESENCE: Schema = {**NAMES, "Evaluations": pl.UInt64(), "LastArrival": MICROSECONDS}
-"""Arrivals of a rollout, a row a trace: the number of evaluations with a score, and the arrival time of the newest span."""
+PRESENCE: Schema = {**NAMES, "Rows": pl.UInt64(), "Evaluations": pl.UInt64(), "LastArrival": MICROSECONDS}
+"""Arrivals of a rollout, a row a trace: the numbers of rows and of evaluations with a score, and the arrival time of the newest span."""
 
 COUNTS: Schema = {**NAMES, "Calls": pl.UInt64()}
 """Number of arrived calls that a gateway counts, a row a trace."""
@@ -148,11 +148,11 @@ OWNERS: Schema = {
 """Rows of spangrad_internal.trace_owners: whose the spans of a trace are that name no rollout. Attempts: how many its spans name (2: or
 more). RolloutId is that of the first of them; of 0 the session, the conversation, or empty."""
 
-ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "LastArrival": MICROSECONDS}
-"""Arrival time of the newest span that names a rollout, a row for each run that such spans name."""
+ACTIVITY: Schema = {"RunId": _TEXT, "Mode": _TEXT, "RolloutId": _TEXT, "Rows": pl.UInt64(), "LastArrival": MICROSECONDS}
+"""Number of rows that name a rollout, and arrival time of the newest, a row for each run that they name."""
 
-TRACES: Schema = {"TraceId": _TEXT, "LastArrival": MICROSECONDS, "HasOpenSpan": pl.Boolean()}
-"""Arrival time of a trace's newest span; HasOpenSpan: the parent of some span has not arrived."""
+TRACES: Schema = {"TraceId": _TEXT, "Rows": pl.UInt64(), "LastArrival": MICROSECONDS, "HasOpenSpan": pl.Boolean()}
+"""Number of a trace's rows, and arrival time of the newest; HasOpenSpan: the parent of some span has not arrived."""
 
 BUILT: Schema = {
     "RunId": _TEXT,
@@ -176,10 +176,10 @@ ROLLOUTS: Schema = {
     "Verdict": _TEXT,
     "Detail": _TEXT,
     "LastArrival": MICROSECONDS,
-    "RowsRead": pl.UInt64(),
+    "Rows": pl.UInt64(),
 }
 """One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), the verdict on building it, the arrival
-time of its newest known row, and the number of its rows that were read; null before they are."""
+time of its newest known row, and the number of its rows: about as many as have arrived, and when they are read, those that were."""
 
 _REVISION: Schema = {
     "RunId": _TEXT,

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from spangrad.errors import SettingsError, StoreError
@@ -23,8 +24,11 @@ from tests.support.processes import ForkedChild
 from tests.support.servers import running_store, store_settings
 from tests.support.spans import SpanFactory
 from transition_builder import batch_sizes
+from transition_builder.build import build
 from transition_builder.builder import Builder
+from transition_builder.frames import Built, Frames
 from transition_builder.loop import build_all, build_once
+from transition_builder.source import rollouts
 from transition_builder.source.queries import StoreReader
 from transition_builder.summary import Summary
 
@@ -437,7 +441,7 @@ def test_builder_session_is_one_rollout_and_waits_for_open_spans(store: StoreSet
 
 
 def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_sizes, "CALLS_A_BUILD", 1)
+    monkeypatch.setattr(batch_sizes, "ROWS_A_BUILD", 1)
     store = store_settings(tmp_path / "data")
     spans = SpanFactory(run="one-trace")
     own = list[str]()
@@ -455,6 +459,41 @@ def test_builder_call_of_shared_trace_counts_once_across_builds(tmp_path: Path, 
         transitions, drops = outcome(store, "one-trace")
     assert [row[2] for row in transitions] == own
     assert [row[:4] for row in drops] == [("shared-a", 0, nobodys, "shared_trace")]
+
+
+@pytest.mark.parametrize("has_root", [True, False])
+def test_builder_reads_and_builds_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_root: bool) -> None:
+    """Rollouts of 12 rows each, whatever calls their roots count; a portion exceeds the bound by its last rollout at most."""
+    monkeypatch.setattr(batch_sizes, "ROWS_A_BUILD", 24)
+    monkeypatch.setattr(rollouts, "_FEW", 0)
+    read, built = list[int](), list[int]()
+    arrivals = rollouts.RolloutReader.arrivals
+
+    def recorded_arrivals(reader: rollouts.RolloutReader, due: pl.DataFrame) -> pl.DataFrame:
+        rows = arrivals(reader, due)
+        read.append(rows.height)
+        return rows
+
+    def recorded_build(frames: Frames, spec: BuilderSettings) -> Built:
+        built.append(frames.spans.height)
+        return build(frames, spec)
+
+    monkeypatch.setattr(rollouts.RolloutReader, "arrivals", recorded_arrivals)
+    monkeypatch.setattr("transition_builder.builder.build", recorded_build)
+    store = store_settings(tmp_path / "data")
+    spans = SpanFactory(run="large")
+    for number in range(6):
+        root = spans.root(f"r{number}", calls=1)
+        spans.evaluation(root)
+        spans.call(root, rollout=f"r{number}")
+        for _ in range(9):
+            spans.span("step", root, rollout=f"r{number}")
+    with running_store(store, tmp_path / "store.log"):
+        post(store, (spans if has_root else foreign(spans)).otlp())
+        build_once(settings_of(store, "large", quiet_seconds=0))
+        assert rows(store, "SELECT count(), sum(Calls), sum(RowsRead) FROM spangrad.builds") == [(6, 6, 72)]
+    assert (max(built) <= 36, len(built) >= 2, sum(built)) == (True, True, 72)
+    assert (max(read, default=0) <= 36, sum(read)) == (True, 72 if has_root else 0)
 
 
 def test_builder_rewards_of_earlier_revision_do_not_count(store: StoreSettings) -> None:

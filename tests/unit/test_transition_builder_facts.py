@@ -36,7 +36,7 @@ def test_facts_count_each_span_once_and_date_last_delivery() -> None:
         ("run", "train", "r", 1, *known, 2, True, "", second, root, at(2)),
     ]
     assert tables.presence.schema == pl.Schema(dict(PRESENCE))
-    assert tables.presence.sort("Attempt").rows() == [(*same, 0, first, 0, at(1)), (*same, 1, second, 1, at(100))]
+    assert tables.presence.sort("Attempt").rows() == [(*same, 0, first, 2, 0, at(1)), (*same, 1, second, 9, 1, at(100))]
     assert tables.counts.schema == pl.Schema(dict(COUNTS))
     assert tables.counts.sort("Attempt").rows() == [(*same, 0, first, 1), (*same, 1, second, 2)]
 

@@ -22,7 +22,7 @@ def new_rollouts(reward: float = 1.0) -> tuple[Frames, Built]:
     """Two rollouts, each of a transition and a drop."""
     spans = SpanFactory()
     for rollout in ("a", "b"):
-        root = spans.root(rollout, LastArrival=TIME(5), RowsRead=7)
+        root = spans.root(rollout, LastArrival=TIME(5), Rows=7)
         spans.evaluation(root, reward if rollout == "b" else 1.0)
         spans.call(root, rollout=rollout)
         spans.call(root, rollout=rollout, Logprobs=[])

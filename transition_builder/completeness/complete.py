@@ -31,7 +31,7 @@ def facts(arrivals: pl.DataFrame, owners: pl.DataFrame | None = None) -> Facts:
     evaluations = scored.group_by(where).agg(pl.struct("SpanId", "EventIndex").n_unique().cast(pl.UInt64).alias("Evaluations"))
     presence = (
         arrivals.group_by(where)
-        .agg(pl.col("IngestedAt").max().alias("LastArrival"))
+        .agg(pl.col("IngestedAt").max().alias("LastArrival"), Rows=pl.len())
         .join(evaluations, on=where, how="left")
         .with_columns(pl.col("Evaluations").fill_null(0))
     )
@@ -87,6 +87,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
     seen = presence.group_by(ROLLOUT).agg(
         pl.col("Evaluations").filter(pl.col("Attempt") == pl.col("final_attempt")).sum().alias("evaluations"),
         pl.col("LastArrival").max().alias("last_arrival"),
+        pl.col("Rows").sum(),
     )
     lacks = pl.col("Calls") > pl.col("arrived").fill_null(0)
     lacking = (
@@ -121,7 +122,6 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         .with_columns(
             Detail=pl.when(pl.col("Verdict") == Verdict.INCOMPLETE.value).then(missing).otherwise(pl.lit("")),
             LastArrival=pl.max_horizontal("IngestedAt", "last_arrival"),
-            RowsRead=pl.lit(None, pl.UInt64),
         ),
         ROLLOUTS,
     )

@@ -48,14 +48,13 @@ def to_rebuild(reassigned: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
     return conform(
         reassigned.group_by(ROLLOUT, maintain_order=True)
         .agg(pl.col("TraceId").last())
-        .join(built.select(*ROLLOUT, "Watermark"), on=ROLLOUT, maintain_order="left")
+        .join(built.select(*ROLLOUT, "Watermark", Rows="RowsRead"), on=ROLLOUT, maintain_order="left")
         .with_columns(
             Mode=pl.lit(Mode.PRODUCTION.value),
             Verdict=pl.lit(Verdict.COMPLETE.value),
             Attempt=0,
             GroupSize=0,
             Calls=pl.lit(None, pl.UInt32),
-            RowsRead=pl.lit(None, pl.UInt64),
             IngestedAt="Watermark",
             LastArrival="Watermark",
             **texts,

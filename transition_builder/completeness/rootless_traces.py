@@ -103,10 +103,10 @@ def silent_rollouts(
         spec: the waiting times.
         force: do not wait for traces that no runner announced and that have no open span.
     """
-    seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"))
+    seen = activity.group_by("RolloutId").agg(pl.col("LastArrival").max().alias("rollout_arrival"), pl.col("Rows").sum())
     of_trace = rootless.join(traces, on="TraceId", how="left")
     open_traces = of_trace.group_by(ROLLOUT).agg(
-        pl.col("HasOpenSpan").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival")
+        pl.col("HasOpenSpan").fill_null(False).any(), pl.col("LastArrival").max().alias("trace_arrival"), RowsOfTraces=pl.col("Rows").sum()
     )
     known = roots.sort("Attempt").group_by(ROLLOUT, maintain_order=True).agg(pl.col(*_GROUP).last(), pl.col("Final").any())
     last = pl.max_horizontal("IngestedAt", "rollout_arrival", "trace_arrival")
@@ -129,7 +129,7 @@ def silent_rollouts(
             Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
             SpanId=pl.lit(""),
             LastArrival=last,
-            RowsRead=pl.lit(None, pl.UInt64),
+            Rows=pl.max_horizontal("Rows", "RowsOfTraces"),
             Calls=pl.lit(None, pl.UInt32),
             Failure=pl.lit(""),
         ),

@@ -95,13 +95,14 @@ _NAMES_THEN = f"""
 SELECT DISTINCT {", ".join(_NAMING)} FROM spangrad_internal.rollout_spans WHERE RowKind = 'span' AND {{arrived}} AND TraceId IN {{keys}}
 """
 _ACTIVITY = """
-SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival
+SELECT RunId, max(Mode) AS Mode, RolloutKey AS RolloutId, count() AS Rows,
+    toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RolloutKey IN {keys}
 GROUP BY RunId, RolloutKey
 """
 _TRACES = """
-SELECT TraceId, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival,
+SELECT TraceId, count() AS Rows, toUnixTimestamp64Micro(max(rollout_spans.IngestedAt)) AS LastArrival,
     uniqExactArray(if(ParentSpanId = '', [SpanId], [SpanId, ParentSpanId])) > uniqExact(SpanId) AS HasOpenSpan
 FROM spangrad_internal.rollout_spans
 WHERE {arrived} AND RowKind != 'evaluation_log' AND TraceId IN {keys} AND RolloutKey IN (

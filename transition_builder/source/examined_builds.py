@@ -58,7 +58,7 @@ class ExaminedBuilds:
 
     def examined(self, rollouts: pl.DataFrame) -> None:
         """Record that all rows of ROLLOUTS were read, whether or not they made a new revision."""
-        rows = rollouts.select(*ROLLOUT, Until="LastArrival", Examined="RowsRead")
+        rows = rollouts.select(*ROLLOUT, Until="LastArrival", Examined="Rows")
         self._examined = pl.concat([self._examined.join(rows, on=ROLLOUT, how="anti"), rows])
 
     def up_to_date(self, rollouts: pl.DataFrame) -> None:

@@ -7,7 +7,7 @@ granules for the few rows that are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import polars as pl
 
 from spangrad.settings import Settings
 from spangrad.store.clickhouse import KEYS_A_STATEMENT, constant
+from transition_builder import batch_sizes
 from transition_builder.calls.uncovered import uncovered
 from transition_builder.completeness.resolve import NAMED, claim
 from transition_builder.dialects import answers
@@ -50,6 +51,9 @@ SELECT '', '', RolloutKey FROM spangrad_internal.trace_keys PREWHERE TraceId IN 
 SETTINGS max_threads = 1
 """
 """Query by trace: spans with withheld attributes, and the keys of rows that do not name their rollout."""
+_COUNTED = """
+SELECT RolloutKey AS RolloutId, count() AS Rows FROM spangrad_internal.rollout_spans WHERE RolloutKey IN keys GROUP BY RolloutKey
+"""
 _TIMES = {
     "Timestamp": "toUnixTimestamp64Nano(Timestamp) AS Timestamp",
     "IngestedAt": "toUnixTimestamp64Micro(IngestedAt) AS IngestedAt",
@@ -130,6 +134,14 @@ class RolloutReader:
         self._owners_of_traces = Discovery(self._reader).owners
         self._beside = ThreadPoolExecutor(1, "traces of rollouts")
         self._spans_ahead, self._calls_ahead = _ReadAhead("spans of rollouts"), _ReadAhead("calls of rollouts")
+
+    def portions(self, rollouts: pl.DataFrame) -> Iterator[pl.DataFrame]:
+        """Yield the given rollouts (RolloutId) in their order, as many at a time as are read at once; a few are always one portion."""
+        if rollouts.height <= _FEW:
+            return iter([rollouts])
+        statements = (f"WITH {constant(keys)} AS keys {_COUNTED}" for keys in batches(rollouts["RolloutId"]))
+        counted = concat(map(self._reader.frame, statements), {"RolloutId": pl.String(), "Rows": pl.UInt64()})
+        return batch_sizes.portions(rollouts.join(counted, on="RolloutId", how="left", maintain_order="left"), batch_sizes.ROWS_A_BUILD)
 
     def begin(self, rollouts: pl.DataFrame) -> None:
         """Begin to read ARRIVALS of a few rollouts (RolloutId, TraceId): the next `arrivals` takes them, if it is of the same rollouts.
@@ -255,8 +267,8 @@ def _with_dropped(by_key: pl.DataFrame, nearby: Sequence[_Nearby]) -> pl.DataFra
 
 def _read_of(rollouts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     """Return ROLLOUTS with the number of rows that were read of them."""
-    counted = late_spans.count(late_spans.tally(rows), rollouts).rename({"Rows": "RowsRead"})
-    return conform(rollouts.drop("RowsRead").join(counted, on=ROLLOUT, how="left", maintain_order="left"), ROLLOUTS)
+    counted = late_spans.count(late_spans.tally(rows), rollouts)
+    return conform(rollouts.drop("Rows").join(counted, on=ROLLOUT, how="left", maintain_order="left"), ROLLOUTS)
 
 
 def _first_deliveries(rows: pl.DataFrame, index: str) -> pl.DataFrame:

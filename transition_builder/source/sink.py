@@ -141,13 +141,14 @@ def _builds(rollouts: pl.DataFrame, rows: Built, spec: str, builder: str) -> pl.
     for facts in (kept, dropped, ran, totals, rows.times):
         rollouts = rollouts.join(facts, on=ROLLOUT, how="left")
     return rollouts.with_columns(
-        pl.col(*counts, "RowsRead").fill_null(0),
+        pl.col(counts).fill_null(0),
         pl.col(lists).fill_null([]),
         pl.col("Attempts").fill_null(1),
         pl.col("StartedAt").fill_null(pl.lit(0).cast(NANOSECONDS)),
         pl.col("Seconds").fill_null(0.0),
     ).with_columns(
         Calls=pl.col("Transitions") + pl.col("named"),
+        RowsRead=pl.col("Rows").fill_null(0),
         BuildSpec=pl.lit(spec),
         Builder=pl.lit(builder),
         Watermark=pl.coalesce("LastArrival", "IngestedAt"),
