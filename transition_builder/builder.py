@@ -200,7 +200,9 @@ class Builder:
         if named.height or self._pending.height:
             ending = self._of_run(rollouts.filter("HasRoot"))
             self._claims.begin()
-            self._source.begin(waiting.to_conclude(self._pending, ending, self._now))
+            # What a sweep finds is built but for a few: reading it ahead would be for nothing.
+            unbuilt = ending.clear() if self._discovery.sweeps else ending
+            self._source.begin(waiting.to_conclude(self._pending, unbuilt, self._now))
             built = self._remember_stale(named, rollouts)
             self._add_pending(ending.join(built, on=ROLLOUT, how="anti"))
         behind = pl.concat([self._behind, arrived])

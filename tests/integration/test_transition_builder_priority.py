@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import polars as pl
 import pytest
 
 from spangrad.errors import StoreError
@@ -24,6 +25,7 @@ from transition_builder import builder as builders
 from transition_builder.builder import Builder
 from transition_builder.loop import build_all
 from transition_builder.source import claims, discovery
+from transition_builder.source.rollouts import RolloutReader
 from transition_builder.waiting import BEHIND
 
 BACKLOG = 800
@@ -132,11 +134,16 @@ def test_builder_amid_backlog_of_production_sweeps_when_due(store: StoreSettings
 
 def test_builder_sweep_over_built_rollouts_looks_for_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    original = discovery.Discovery.rootless
+    read_ahead: list[str] = []
+    original, begin = discovery.Discovery.rootless, RolloutReader.begin
 
     def rootless(self: Any) -> Any:
         asked.append(True)
         return original(self)
+
+    def recorded_begin(self: RolloutReader, rollouts: pl.DataFrame) -> None:
+        read_ahead.extend(rollouts["RolloutId"])
+        begin(self, rollouts)
 
     store = store_settings(tmp_path / "store")
     with running_store(store, tmp_path / "log"):
@@ -145,9 +152,10 @@ def test_builder_sweep_over_built_rollouts_looks_for_no_others(tmp_path: Path, m
         post(store, training("swept", "group"))
         assert builder.build_ready().rollouts == 4
         monkeypatch.setattr(discovery.Discovery, "rootless", rootless)
+        monkeypatch.setattr(RolloutReader, "begin", recorded_begin)
         monkeypatch.setattr(discovery, "BETWEEN_SWEEPS", timedelta(0))
         builder.build_ready()
-        assert asked == []
+        assert (asked, read_ahead) == ([], [])
         # A rollout that has not ended, and a trace that names none, may never have a root.
         for number, begun in enumerate([SpanFactory(run="swept"), SpanFactory(run="")], 1):
             begun.call("", rollout="begun" if number == 1 else "")
