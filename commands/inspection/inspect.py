@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,12 +76,17 @@ class FileReport:
         return self.file, str(self.spans), str(self.calls), str(self.transitions), drops, str(self.unaccounted)
 
 
+_Key = tuple[str, str]
+"""Trace and span id of a span."""
+
+
 @dataclass(slots=True)
 class _Spans:
     """Spans of one file: the parent of each, those that look like calls, and the requests that hold them."""
 
-    parents: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict[tuple[str, str], tuple[str, str]])
-    call_like: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    parents: dict[_Key, _Key] = field(default_factory=dict[_Key, _Key])
+    call_like: dict[_Key, tuple[str, int, int]] = field(default_factory=dict[_Key, tuple[str, int, int]])
+    """Rollout that each names, else its trace; its start and end, in nanoseconds."""
     requests: list[bytes] = field(default_factory=list[bytes])
 
     @property
@@ -182,7 +188,8 @@ def _read(file: Path) -> _Spans:
                             for attribute in span.get("attributes", [])
                         }
                         if looks_like_a_call(span.get("name", ""), scope.get("scope", {}).get("name", ""), attributes):
-                            spans.call_like.add(key)
+                            rollout = attributes.get(semconv.ROLLOUT_ID) or key[0]
+                            spans.call_like[key] = rollout, int(span.get("startTimeUnixNano", 0)), int(span.get("endTimeUnixNano", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingsError(f"line {number} of {file} is no OTLP/JSON request with spans ({error!r}).") from None
         spans.requests.append(line)
@@ -209,21 +216,29 @@ def _row(name: str, spans: _Spans, client: Any) -> FileReport:
     return FileReport(name, len(spans.parents), len(calls), sum(not reason for *_, reason in concluded), drops, double + lost + unaccounted)
 
 
-def _unaccounted(spans: _Spans, calls: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Return call-like spans that are neither a call, nor its ancestor or descendant, nor a framework's own span of a call beside it."""
-    ancestors = {key for call in calls for key in _ancestors(call, spans.parents)}
-    apart = {key for key in spans.call_like - ancestors if not calls & set(_ancestors(key, spans.parents))}
-    # A framework that links no spans has its own span for each call beside the client's span, with the same parent.
-    beside = Counter(spans.parents[call] for call in calls if spans.parents.get(call, ("", ""))[1])
-    unaccounted = set[tuple[str, str]]()
-    for key in sorted(apart):
-        beside[spans.parents[key]] -= 1
-        if beside[spans.parents[key]] < 0:
+def _unaccounted(spans: _Spans, calls: set[_Key]) -> set[_Key]:
+    """Return call-like spans that are neither a call, nor its ancestor or descendant, nor a framework's own span in which a call began."""
+    ancestors = {call: [key for key in _ancestors(call, spans.parents) if key in spans.call_like] for call in calls}
+    linked = {key for call_like in ancestors.values() for key in call_like}
+    apart = {key for key in spans.call_like.keys() - linked if not calls & set(_ancestors(key, spans.parents))}
+    # A framework that links no spans has a span of its own for each call. The client's span, not the gateway's, is of its process's clock.
+    begun = dict[str, list[int]]()
+    for outermost in {call_like[-1] for call_like in ancestors.values() if call_like}:
+        rollout, start, _ = spans.call_like[outermost]
+        insort(begun.setdefault(rollout, []), start)
+    unaccounted = set[_Key]()
+    for key in sorted(apart, key=lambda key: (spans.call_like[key][2], key)):
+        rollout, start, end = spans.call_like[key]
+        starts = begun.get(rollout, [])
+        first = bisect_left(starts, start)
+        if first < len(starts) and starts[first] <= end:
+            del starts[first]
+        else:
             unaccounted.add(key)
     return unaccounted
 
 
-def _ancestors(key: tuple[str, str], parents: Mapping[tuple[str, str], tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _ancestors(key: _Key, parents: Mapping[_Key, _Key]) -> Iterator[_Key]:
     """Yield a span and its ancestors, as far as the file holds them."""
     seen = set[tuple[str, str]]()
     while key in parents and key not in seen:

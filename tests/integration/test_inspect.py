@@ -99,6 +99,25 @@ def test_inspect_counts_calls_that_builder_overlooks(tmp_path: Path, monkeypatch
     assert (row.calls, row.unaccounted) == (1, 2)  # the call without a conclusion, and its span that belongs to none
 
 
+def test_inspect_unlinked_framework_spans_of_calls_are_accounted_for(tmp_path: Path) -> None:
+    """LangChain's span is in its chain, or in another trace of the rollout; the client's is in the agent, and a gateway recorded some."""
+    spans, seconds = SpanFactory(clocks={"gateway": -500.0}), 10**9
+    root = spans.root(calls=1)
+    spans.evaluation(root)
+    agent = spans.span("agent", root, kind="AGENT", Duration=100 * seconds)
+    for number in range(3):
+        chain = spans.span("chain", agent, kind="CHAIN", Duration=5 * seconds)
+        trace = "another" if number == 1 else ""
+        spans.span("ChatOpenAI", chain, kind="LLM", scope="openinference.instrumentation.langchain", trace=trace, Duration=2 * seconds)
+        client = spans.client(agent, Duration=seconds)
+        if number == 2:
+            spans.call(client)
+    file = tmp_path / "unlinked.jsonl"
+    file.write_bytes(spans.otlp())
+    (row,) = examine([file], Settings())
+    assert row.cells == ("unlinked.jsonl", "12", "3", "1", "2 no_token_ids", "0")
+
+
 def test_inspect_reads_requests_without_empty_fields(tmp_path: Path) -> None:
     """OTLP's JSON leaves out a field that is empty: a name, a list, the value of an attribute."""
     span = {"traceId": "0a" * 16, "spanId": "0b" * 8, "startTimeUnixNano": "1", "endTimeUnixNano": "2", "attributes": [{"key": "empty"}]}
