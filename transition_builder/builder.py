@@ -100,11 +100,11 @@ class Builder:
         self._arrivals = Arrivals(client, settings.store, [Topic.ROOTS, Topic.SPANS], self._spec.poll_seconds)
         self._claims.renew()
         self._now, self._looked = self._reader.now(), time.monotonic()
-        self._pending = empty({**PENDING, "CheckedAt": MICROSECONDS})
+        self._pending = empty({**PENDING, "DueAt": MICROSECONDS})
         self._behind = empty(ARRIVED)
         self._behind_due = time.monotonic()
         self._announced_at = float("-inf")
-        self._rootless = empty({**ROOTLESS, "CheckedAt": MICROSECONDS})
+        self._rootless = empty({**ROOTLESS, "DueAt": MICROSECONDS})
         self._reassigned = empty(REASSIGNED)
         self._batch_sizes, self._pace = BuildBatches(), SlicePace()
         self._is_quiet = False
@@ -224,7 +224,9 @@ class Builder:
             owners = self._discovery.owners(keys["TraceId"])
             self._remember_reassigned(arrived, reassigned_traces.former_owners(keys, owners))
             if (unnamed := arrived.filter(~_NAMES_ITSELF)).height:
-                self._remember_stale(unnamed, claim(unnamed, owners).rename({"RolloutKey": "RolloutId"}))
+                claimed = claim(unnamed, owners)
+                self._pending = waiting.touched(self._pending, claimed)
+                self._remember_stale(unnamed, claimed.rename({"RolloutKey": "RolloutId"}))
         new = self._discovery.rootless_of(arrived) if rootless is None else rootless
         if new.height:
             self._rootless = merge(self._rootless, self._of_run(new))
@@ -310,7 +312,7 @@ class Builder:
                 self._pending = self._pending.join(portion.join(judged, on=ROLLOUT, how="anti"), on=ROLLOUT, how="anti")
             for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
                 self._build(self._ended.frames(rollouts, arrivals, owners, now), summary)
-            self._pending = waiting.checked(self._pending, portion, ROLLOUT, now)
+            self._pending = waiting.checked(self._pending, judged, ROLLOUT, now)
 
     def _claimed(self, rollouts: pl.DataFrame) -> pl.DataFrame:
         """Claim those of the given ROLLOUTS that are still to be built by this builder; forget those that other builders have built."""
@@ -381,7 +383,7 @@ class Builder:
         if roots.is_empty():
             return
         new = self._of_run(roots).sort("Attempt").unique(ROLLOUT, keep="last").join(self._pending, on=ROLLOUT, how="anti")
-        self._pending = pl.concat([self._pending, conform(new, PENDING).with_columns(CheckedAt=pl.col("IngestedAt"))])
+        self._pending = pl.concat([self._pending, conform(new, PENDING).with_columns(DueAt=pl.col("IngestedAt"))])
 
     def _of_run(self, rows: pl.DataFrame) -> pl.DataFrame:
         return rows if self._run is None else rows.filter(pl.col("RunId") == self._run)

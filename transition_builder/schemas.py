@@ -176,10 +176,12 @@ ROLLOUTS: Schema = {
     "Verdict": _TEXT,
     "Detail": _TEXT,
     "LastArrival": MICROSECONDS,
+    "ChangesAt": MICROSECONDS,
     "Rows": pl.UInt64(),
 }
 """One row a rollout: the facts of its final attempt's root (SpanId is empty where none arrived), the verdict on building it, the arrival
-time of its newest known row, and the number of its rows: about as many as have arrived, and when they are read, those that were."""
+time of its newest known row, the time at which its age changes the verdict (null: it does not wait), and the number of its rows: about as
+many as have arrived, and when they are read, those that were."""
 
 _REVISION: Schema = {
     "RunId": _TEXT,

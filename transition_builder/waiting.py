@@ -18,25 +18,24 @@ from transition_builder.schemas import MICROSECONDS
 BEHIND = frozenset({Mode.PRODUCTION, Mode.TRIAL})
 """Modes whose rollouts are built in slices, behind all others."""
 _RECHECK_FRACTION = 0.05
-"""Fraction of its waiting time after which a waiting rollout is checked again."""
+"""Fraction of its waiting time after which a waiting rollout is checked again where nothing tells when its state changes."""
 _ANNOUNCED = NAMED & (pl.col("RunId") != "") & (pl.col("Mode") != "")
 IS_BEHIND = pl.col("Mode").is_in([mode.value for mode in BEHIND])
-_DUE_AT = pl.col("CheckedAt") + (pl.col("CheckedAt") - pl.col("IngestedAt")) * _RECHECK_FRACTION
 
 
 def due(waiting: pl.DataFrame, now: datetime) -> pl.DataFrame:
-    """Return the rows with CheckedAt and IngestedAt that are to be checked now: all that never were."""
+    """Return the rows with DueAt and IngestedAt that are to be checked now, all that never were among them."""
     if waiting.is_empty():
         return waiting
     # What arrived during this pass may be dated after its begin.
-    return waiting.filter((pl.col("CheckedAt") <= pl.col("IngestedAt")) | (now >= _DUE_AT))
+    return waiting.filter((pl.col("DueAt") <= pl.col("IngestedAt")) | (now >= pl.col("DueAt")))
 
 
 def to_conclude(pending: pl.DataFrame, ending: pl.DataFrame, now: datetime) -> pl.DataFrame:
     """Return RolloutId and TraceId of what is due of training, validation and their baselines, once rollouts that end are pending as well.
 
     Args:
-        pending: PENDING with CheckedAt.
+        pending: PENDING with DueAt.
         ending: roots that have just arrived, with Mode.
         now: the store's clock.
     """
@@ -44,20 +43,27 @@ def to_conclude(pending: pl.DataFrame, ending: pl.DataFrame, now: datetime) -> p
 
 
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
-    """Return the waiting rows, with those of the same keys as `rows` dated now."""
+    """Return the waiting rows, those of the same keys as `rows` due later.
+
+    Where `rows` have a time ChangesAt, their age decides then, and until then only what arrives, which makes them due (`touched`).
+    As some of it may be overlooked for a while, they are due as well when they have waited twice as long.
+    """
     if rows.is_empty() or waiting.is_empty():
         return waiting
-    was_due = pl.struct(key).is_in(rows.select(pl.struct(key)).to_series().implode())
-    return waiting.with_columns(CheckedAt=pl.when(was_due).then(now).otherwise("CheckedAt").cast(MICROSECONDS))
+    waited = pl.lit(now) - pl.col("IngestedAt")
+    later = pl.when(pl.col("Next").is_null()).then(now + waited * _RECHECK_FRACTION).otherwise(pl.min_horizontal("Next", now + waited))
+    next_due = rows.select(*key, Next=pl.col("ChangesAt") if "ChangesAt" in rows.columns else None, Checked=True).unique(key)
+    joined = waiting.join(next_due, on=key, how="left", maintain_order="left")
+    return joined.with_columns(DueAt=pl.when("Checked").then(later).otherwise("DueAt").cast(MICROSECONDS)).select(waiting.columns)
 
 
 def touched(pending: pl.DataFrame, arrived: pl.DataFrame) -> pl.DataFrame:
-    """Return PENDING with CheckedAt, where those of which something arrived are due; `arrived` is ARRIVED."""
+    """Return PENDING with DueAt, where those of which something arrived are due; `arrived` is ARRIVED."""
     if pending.is_empty() or arrived.is_empty():
         return pending
     keys = arrived.select(pl.col("RolloutKey", "TraceId").unique().implode())
     now_due = pl.col("RolloutId").is_in(keys["RolloutKey"]) | pl.col("TraceId").is_in(keys["TraceId"])
-    return pending.with_columns(CheckedAt=pl.when(now_due).then("IngestedAt").otherwise("CheckedAt"))
+    return pending.with_columns(DueAt=pl.when(now_due).then("IngestedAt").otherwise("DueAt"))
 
 
 def silence(spec: BuilderSettings, quiet_seconds: float) -> pl.Expr:
@@ -70,13 +76,13 @@ def seconds_until_due(rows: pl.DataFrame, now: datetime, least: pl.Expr | None =
     """Return the time until the first of the rows is due; infinite where there is none.
 
     Args:
-        rows: rows with IngestedAt and CheckedAt.
+        rows: rows with IngestedAt and DueAt.
         now: the store's clock.
         least: least age, as a duration. None: any.
     """
     if rows.is_empty():
         return float("inf")
-    due_at = _DUE_AT if least is None else pl.max_horizontal(pl.col("IngestedAt") + least, _DUE_AT)
+    due_at = pl.col("DueAt") if least is None else pl.max_horizontal(pl.col("IngestedAt") + least, "DueAt")
     return (rows.select(due_at.min()).item() - now) / timedelta(seconds=1)
 
 

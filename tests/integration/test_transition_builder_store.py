@@ -407,6 +407,31 @@ def test_builder_rootless_trace_is_built_when_quiet(store: StoreSettings) -> Non
     assert of_rollout(store, trace) == kept
 
 
+def test_builder_waiting_rollout_is_built_by_reward_that_does_not_name_it(store: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward names neither rollout nor session, in another trace than the root's; another span of that trace names the rollout."""
+
+    def due_tomorrow(rows: pl.DataFrame, checked: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
+        return rows.with_columns(DueAt=pl.col("DueAt") + pl.duration(days=1))
+
+    monkeypatch.setattr("transition_builder.waiting.checked", due_tomorrow)
+    spans = SpanFactory(run="apart")
+    root = spans.root("apart-1", calls=1)
+    call = spans.call(root, rollout="apart-1")
+    spans.span("step", root, rollout="apart-1", trace="apart")
+    post(store, spans.otlp())
+    builder = Builder(settings_of(store, "apart"))
+    builder.build_ready()
+    assert outcome(store, "apart") == ([], [])
+    judge = spans.span("judge", "", trace="apart")
+    spans.evaluation(judge, 0.5)
+    for row in spans.spans[-2:]:
+        row |= {"RunId": "", "Mode": "", "RolloutKey": row["TraceId"], "RolloutKeySource": "trace"}
+    post(store, spans.otlp(judge))
+    builder.build_ready()
+    builder.build_ready()
+    assert outcome(store, "apart") == ([("apart-1", 0, call, 0, [1, 2, 3], [4, 5], 3, [0.5])], [])
+
+
 def test_builder_trace_without_gateway_is_found_by_model_spans(store: StoreSettings) -> None:
     """A trace that was not announced, and whose calls no gateway recorded, is found by an OpenInference span alone."""
     spans = SpanFactory(run="stranger")

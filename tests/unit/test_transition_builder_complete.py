@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import polars as pl
@@ -44,14 +45,20 @@ class Arrivals:
         self.counts.append(named | {"Calls": count} | facts)
         return self
 
-    def verdict(self, at: float, spec: BuilderSettings = SPEC) -> tuple[str, str]:
+    def decided(self, at: float, spec: BuilderSettings = SPEC) -> pl.DataFrame:
         facts = Facts(
             pl.DataFrame(self.roots, schema=dict(ROOTS)),
             pl.DataFrame(self.presence, schema=dict(PRESENCE)),
             pl.DataFrame(self.counts, schema=dict(COUNTS)),
         )
-        (row,) = decide(facts, SpanFactory.time(at), spec).select("Verdict", "Detail").rows()
+        return decide(facts, SpanFactory.time(at), spec)
+
+    def verdict(self, at: float, spec: BuilderSettings = SPEC) -> tuple[str, str]:
+        (row,) = self.decided(at, spec).select("Verdict", "Detail").rows()
         return row
+
+    def changes_at(self, at: float) -> datetime | None:
+        return self.decided(at)["ChangesAt"].item()
 
 
 def test_decide_complete_with_counted_calls_and_reward() -> None:
@@ -105,6 +112,16 @@ def test_decide_without_call_count_is_complete_when_quiet() -> None:
     assert arrivals.verdict(50) == ("complete", "")
     assert Arrivals().root().verdict(599) == ("waiting", "")
     assert Arrivals().root().verdict(600) == ("complete", "")
+
+
+def test_decide_waiting_rollout_has_time_at_which_its_age_decides() -> None:
+    lacking = Arrivals().root(Calls=1)
+    assert lacking.changes_at(1) == SpanFactory.time(600)
+    lacking.calls(0, 1).present(0, 1, 1)
+    assert lacking.changes_at(1) is None
+    uncounted = Arrivals().root().present(0, 20)
+    assert uncounted.changes_at(20) == SpanFactory.time(50)  # quiet by then
+    assert uncounted.changes_at(50) == SpanFactory.time(600)  # its reward is awaited until then
 
 
 def test_decide_calls_of_earlier_attempts_are_awaited_but_not_required() -> None:

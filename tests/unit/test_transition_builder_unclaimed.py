@@ -134,6 +134,6 @@ def test_stale_builds_have_rows_that_arrived_later(rows: list[tuple[str, float]]
 
 
 def test_merge_known_traces_keeps_one_row_with_newest_time() -> None:
-    known = call().with_columns(CheckedAt=pl.lit(TIME(3)))
+    known = call().with_columns(DueAt=pl.lit(TIME(3)))
     merged = merge(known, pl.concat([call(IngestedAt=TIME(9)), call(TraceId="u", IngestedAt=TIME(2))]))
-    assert merged.select("TraceId", "IngestedAt", "CheckedAt").rows() == [("t", TIME(9), TIME(9)), ("u", TIME(2), TIME(2))]
+    assert merged.select("TraceId", "IngestedAt", "DueAt").rows() == [("t", TIME(9), TIME(9)), ("u", TIME(2), TIME(2))]

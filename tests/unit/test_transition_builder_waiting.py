@@ -18,35 +18,50 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def pending(*ages: tuple[str, float, float]) -> pl.DataFrame:
-    """Rollouts by name, with the seconds since their arrival and since they were checked."""
+    """Rollouts by name, with the seconds since their arrival and since they are due."""
     rows = [
         {"RunId": "run", "Mode": "train", "RolloutId": name, "TraceId": f"t-{name}", "IngestedAt": NOW - timedelta(seconds=age)}
-        | {"CheckedAt": NOW - timedelta(seconds=checked)}
-        for name, age, checked in ages
+        | {"DueAt": NOW - timedelta(seconds=due)}
+        for name, age, due in ages
     ]
     return pl.DataFrame(rows)
 
 
-def test_due_rows_are_new_or_unchecked_for_a_twentieth_of_their_age() -> None:
-    rows = pending(("new", 0, 0), ("dated later", -1, -1), ("just checked", 100, 1), ("long ago", 100, 10))
-    assert waiting.due(rows, NOW)["RolloutId"].to_list() == ["new", "dated later", "long ago"]
+def test_due_rows_are_new_or_due_by_now() -> None:
+    rows = pending(("new", 0, 0), ("dated later", -1, -1), ("later", 100, -4), ("by now", 100, 5))
+    assert waiting.due(rows, NOW)["RolloutId"].to_list() == ["new", "dated later", "by now"]
+
+
+def test_checked_rows_are_due_again_after_a_twentieth_of_their_age() -> None:
+    rows = pending(("checked", 100, 1), ("other", 100, 1))
+    again = waiting.checked(rows, rows[:1], ["RolloutId"], NOW)
+    assert again["DueAt"].to_list() == [NOW + timedelta(seconds=5), NOW - timedelta(seconds=1)]
+
+
+def test_checked_rows_whose_age_decides_are_due_then_or_at_twice_their_age() -> None:
+    rows = pending(("young", 20, 1), ("old", 500, 1), ("built by another", 100, 1))
+    due = [NOW + timedelta(seconds=580), NOW + timedelta(seconds=100), None]
+    judged = rows.select("RolloutId").with_columns(pl.Series("ChangesAt", due, pl.Datetime("us", "UTC")))
+    again = waiting.checked(rows, judged, ["RolloutId"], NOW)
+    assert again.columns == rows.columns
+    assert again["DueAt"].to_list() == [NOW + timedelta(seconds=seconds) for seconds in (20, 100, 5)]
 
 
 def test_seconds_until_due_is_that_of_the_first_row() -> None:
-    rows = pending(("later", 100, 1), ("sooner", 20, 0))
+    rows = pending(("later", 100, -4), ("sooner", 20, -1))
     assert waiting.seconds_until_due(rows, NOW) == pytest.approx(1.0)
-    assert waiting.seconds_until_due(rows, NOW, pl.duration(seconds=30)) == pytest.approx(3.95)
+    assert waiting.seconds_until_due(rows, NOW, pl.duration(seconds=30)) == pytest.approx(4.0)
     assert waiting.seconds_until_due(rows.clear(), NOW) == float("inf")
 
 
 def test_touched_rows_are_due_again() -> None:
-    rows = pending(("named", 100, 1), ("traced", 100, 1), ("other", 100, 1))
+    rows = pending(("named", 100, -5), ("traced", 100, -5), ("other", 100, -5))
     arrived = pl.DataFrame({"RolloutKey": ["named", "t-traced"], "TraceId": ["elsewhere", "t-traced"]})
     assert waiting.due(waiting.touched(rows, arrived), NOW)["RolloutId"].to_list() == ["named", "traced"]
 
 
 def test_rollouts_to_conclude_are_those_due_and_those_that_end_of_training() -> None:
-    rows = pending(("just checked", 100, 1), ("long ago", 100, 10))
+    rows = pending(("just checked", 100, -4), ("long ago", 100, 5))
     ending = pl.concat([pending(("ended", 0, 0)), pending(("served", 0, 0)).with_columns(Mode=pl.lit("production"))])
     assert waiting.to_conclude(rows, ending, NOW).rows() == [("long ago", "t-long ago"), ("ended", "t-ended")]
 

@@ -101,8 +101,10 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         )
     )
     counted = pl.col("Calls").is_not_null()
-    expired = now - pl.col("IngestedAt") >= pl.duration(milliseconds=round(spec.incomplete_after_seconds * 1000))
-    quiet = now - pl.max_horizontal("IngestedAt", "last_arrival") >= pl.duration(milliseconds=round(spec.quiet_seconds * 1000))
+    expires_at = pl.col("IngestedAt") + pl.duration(milliseconds=round(spec.incomplete_after_seconds * 1000))
+    quiet_at = pl.max_horizontal("IngestedAt", "last_arrival") + pl.duration(milliseconds=round(spec.quiet_seconds * 1000))
+    expired, quiet = expires_at <= now, quiet_at <= now
+    changes_at = pl.when(counted | quiet).then(expires_at).otherwise(quiet_at)
     whole = pl.when(counted).then(pl.col("arrived") >= pl.col("Calls")).otherwise(quiet)
     concluded = (pl.col("Failure") != "") | (pl.col("evaluations").fill_null(0) > 0) | pl.lit(not spec.waits_for_reward)
     settled = concluded & ~pl.col("earlier_lack") & ~pl.col("roots_lack")
@@ -122,6 +124,7 @@ def decide(facts: Facts, now: datetime, spec: BuilderSettings) -> pl.DataFrame:
         .with_columns(
             Detail=pl.when(pl.col("Verdict") == Verdict.INCOMPLETE.value).then(missing).otherwise(pl.lit("")),
             LastArrival=pl.max_horizontal("IngestedAt", "last_arrival"),
+            ChangesAt=pl.when(pl.col("Verdict") == Verdict.WAITING.value).then(changes_at),
         ),
         ROLLOUTS,
     )

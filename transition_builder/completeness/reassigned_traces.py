@@ -13,7 +13,7 @@ import polars as pl
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import ROLLOUT, ROLLOUTS, ROOTLESS
+from transition_builder.schemas import MICROSECONDS, ROLLOUT, ROLLOUTS, ROOTLESS
 
 KEYS = {"TraceId": pl.String(), "RolloutKey": pl.String()}
 """Rollout keys of the spans in a trace that do not name their rollout."""
@@ -57,6 +57,7 @@ def to_rebuild(reassigned: pl.DataFrame, built: pl.DataFrame) -> pl.DataFrame:
             Calls=pl.lit(None, pl.UInt32),
             IngestedAt="Watermark",
             LastArrival="Watermark",
+            ChangesAt=pl.lit(None, MICROSECONDS),
             **texts,
         ),
         ROLLOUTS,

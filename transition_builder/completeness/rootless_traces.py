@@ -21,7 +21,7 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import ROLLOUT, ROLLOUTS, ROOTLESS
+from transition_builder.schemas import MICROSECONDS, ROLLOUT, ROLLOUTS, ROOTLESS
 
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
 _NAMING = [name for name in ROOTLESS if name != "IngestedAt"]
@@ -29,10 +29,10 @@ NO_ROOT = "no final root arrived"
 
 
 def merge(known: pl.DataFrame, new: pl.DataFrame) -> pl.DataFrame:
-    """Merge known ROOTLESS rows, with CheckedAt, and new ones: one row for each rollout name and trace, dated by the newest."""
-    rows = pl.concat([known, new.with_columns(CheckedAt=pl.col("IngestedAt"))])
+    """Merge known ROOTLESS rows, with DueAt, and new ones: one row for each rollout name and trace, dated by the newest."""
+    rows = pl.concat([known, new.with_columns(DueAt=pl.col("IngestedAt"))])
     # The silence of a continued trace is counted anew.
-    newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "CheckedAt").max())
+    newest = rows.group_by(_NAMING, maintain_order=True).agg(pl.col("IngestedAt", "DueAt").max())
     return newest.select(known.columns)
 
 
@@ -128,6 +128,7 @@ def silent_rollouts(
             Verdict=pl.when(announced).then(pl.lit(Verdict.INCOMPLETE.value)).otherwise(pl.lit(Verdict.COMPLETE.value)),
             Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
             SpanId=pl.lit(""),
+            ChangesAt=pl.lit(None, MICROSECONDS),
             LastArrival=last,
             Rows=pl.max_horizontal("Rows", "RowsOfTraces"),
             Calls=pl.lit(None, pl.UInt32),
