@@ -24,7 +24,7 @@ from transition_builder.build import build
 from transition_builder.completeness import reassigned_traces
 from transition_builder.completeness.reassigned_traces import REASSIGNED
 from transition_builder.completeness.resolve import NAMED, claim
-from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts, without
+from transition_builder.completeness.rootless_traces import decide_rootless, merge, outdated_rollouts, rollouts_of, without
 from transition_builder.ended import EndedRollouts, ended
 from transition_builder.frames import Frames, conform, empty
 from transition_builder.rewards import sql
@@ -195,6 +195,7 @@ class Builder:
         if self._discovery.is_first:
             self._add_pending(self._discovery.new_roots())
         self._pending = waiting.touched(self._pending, arrived)
+        self._rootless = waiting.continued(self._rootless, arrived, self._now + timedelta(seconds=self._waiting_times.quiet_seconds))
         named = arrived.filter(_NAMES_ITSELF)
         rollouts, built = named.rename({"RolloutKey": "RolloutId"}), empty(BUILT)
         if named.height or self._pending.height:
@@ -340,9 +341,10 @@ class Builder:
         unbuilt = rootless.join(current, on=ROLLOUT, how="anti").join(self._pending, on=ROLLOUT, how="anti")
         roots = self._discovery.roots(unbuilt.select(pl.col("RolloutId").filter("Ours")).to_series())
         traces = self._discovery.traces(unbuilt["TraceId"])
-        silent = silent_rollouts(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
-        self._rootless = waiting.checked(self._rootless, due, ["TraceId", "RolloutKey"], now)
-        for rollouts in self._batch_sizes.of(self._claimed(silent)):
+        judged = decide_rootless(unbuilt, roots, activity, traces, now, self._spec, force=self._force)
+        changes_at = rootless.join(judged, on=ROLLOUT, how="left", maintain_order="left")["ChangesAt"]
+        self._rootless = waiting.checked(self._rootless, due.with_columns(changes_at), ["TraceId", "RolloutKey"], now)
+        for rollouts in self._batch_sizes.of(self._claimed(ended(judged))):
             self._build(self._ended.claimed_frames(rollouts, unbuilt, now), summary)
         concluded = pl.concat([current[ROLLOUT], roots.filter("Final")[ROLLOUT]])
         self._rootless = without(self._rootless, due, rootless, concluded)

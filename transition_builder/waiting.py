@@ -45,7 +45,7 @@ def to_conclude(pending: pl.DataFrame, ending: pl.DataFrame, now: datetime) -> p
 def checked(waiting: pl.DataFrame, rows: pl.DataFrame, key: list[str], now: datetime) -> pl.DataFrame:
     """Return the waiting rows, those of the same keys as `rows` due later.
 
-    Where `rows` have a time ChangesAt, their age decides then, and until then only what arrives, which makes them due (`touched`).
+    Where `rows` have a time ChangesAt, their age decides then, and until then only what arrives (`touched`, `continued`).
     As some of it may be overlooked for a while, they are due as well when they have waited twice as long.
     """
     if rows.is_empty() or waiting.is_empty():
@@ -64,6 +64,14 @@ def touched(pending: pl.DataFrame, arrived: pl.DataFrame) -> pl.DataFrame:
     keys = arrived.select(pl.col("RolloutKey", "TraceId").unique().implode())
     now_due = pl.col("RolloutId").is_in(keys["RolloutKey"]) | pl.col("TraceId").is_in(keys["TraceId"])
     return pending.with_columns(DueAt=pl.when(now_due).then("IngestedAt").otherwise("DueAt"))
+
+
+def continued(rootless: pl.DataFrame, arrived: pl.DataFrame, silent_at: datetime) -> pl.DataFrame:
+    """Return ROOTLESS with DueAt, where those of whose trace something arrived are due when it may be silent; `arrived` is ARRIVED."""
+    if rootless.is_empty() or arrived.is_empty():
+        return rootless
+    of_trace = pl.col("TraceId").is_in(arrived["TraceId"].unique().implode())
+    return rootless.with_columns(DueAt=pl.when(of_trace).then(pl.min_horizontal("DueAt", pl.lit(silent_at))).otherwise("DueAt"))
 
 
 def silence(spec: BuilderSettings, quiet_seconds: float) -> pl.Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import polars as pl
@@ -9,7 +10,7 @@ import pytest
 
 from spangrad.settings import BuilderSettings
 from tests.support.spans import SpanFactory
-from transition_builder.completeness.rootless_traces import merge, outdated_rollouts, rollouts_of, silent_rollouts
+from transition_builder.completeness.rootless_traces import decide_rootless, merge, outdated_rollouts, rollouts_of
 from transition_builder.schemas import ACTIVITY, BUILT, OWNERS, ROOTLESS, ROOTS, TRACES
 
 SPEC = BuilderSettings(incomplete_after_seconds=600, quiet_seconds=30)
@@ -78,8 +79,15 @@ def verdict(
     row = {"RunId": "run", "RolloutId": "r", "Attempt": 0, "GroupId": "g", "GroupSize": 4, "TaskId": "task", "Final": root}
     roots = pl.DataFrame([] if root is None else [row], schema=dict(ROOTS))
     calls = rollouts_of(call(**facts or {}), owner(), known.clear())
-    judged = silent_rollouts(calls, roots, known, traces, TIME(at), SPEC, force=force)
+    judged = decide_rootless(calls, roots, known, traces, TIME(at), SPEC, force=force)
     assert judged["LastArrival"].to_list() == [TIME(max(spans, rollout))] * judged.height
+    awaited = judged.filter(Verdict="waiting")
+    for changes_at in awaited["ChangesAt"]:
+        for before, waits in ((timedelta(milliseconds=1), True), (timedelta(0), False)):
+            (later,) = decide_rootless(calls, roots, known, traces, changes_at - before, SPEC, force=force)["Verdict"]
+            assert (later == "waiting") == waits
+    judged = judged.join(awaited, on="RolloutId", how="anti")
+    assert judged["ChangesAt"].to_list() == [None] * judged.height
     return judged.select("RunId", "Mode", "RolloutId", "GroupId", "Verdict", "Detail").rows()
 
 

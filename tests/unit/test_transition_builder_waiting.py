@@ -60,6 +60,13 @@ def test_touched_rows_are_due_again() -> None:
     assert waiting.due(waiting.touched(rows, arrived), NOW)["RolloutId"].to_list() == ["named", "traced"]
 
 
+def test_continued_traces_are_due_when_they_may_be_silent() -> None:
+    rows = pending(("continued", 100, -500), ("sooner", 100, -5), ("other", 100, -500))
+    arrived = pl.DataFrame({"TraceId": ["t-continued", "t-sooner"]})
+    again = waiting.continued(rows, arrived, NOW + timedelta(seconds=30))
+    assert again["DueAt"].to_list() == [NOW + timedelta(seconds=seconds) for seconds in (30, 5, 500)]
+
+
 def test_rollouts_to_conclude_are_those_due_and_those_that_end_of_training() -> None:
     rows = pending(("just checked", 100, -4), ("long ago", 100, 5))
     ending = pl.concat([pending(("ended", 0, 0)), pending(("served", 0, 0)).with_columns(Mode=pl.lit("production"))])

@@ -21,7 +21,7 @@ from spangrad.settings import BuilderSettings
 from spangrad.types import Mode
 from transition_builder.completeness.resolve import claim
 from transition_builder.frames import Verdict, conform
-from transition_builder.schemas import MICROSECONDS, ROLLOUT, ROLLOUTS, ROOTLESS
+from transition_builder.schemas import ROLLOUT, ROLLOUTS, ROOTLESS
 
 _GROUP = ["GroupId", "GroupSize", "TaskId"]
 _NAMING = [name for name in ROOTLESS if name != "IngestedAt"]
@@ -82,7 +82,7 @@ def outdated_rollouts(arrived: pl.DataFrame, built: pl.DataFrame) -> pl.DataFram
     )
 
 
-def silent_rollouts(
+def decide_rootless(
     rootless: pl.DataFrame,
     roots: pl.DataFrame,
     activity: pl.DataFrame,
@@ -92,7 +92,7 @@ def silent_rollouts(
     *,
     force: bool = False,
 ) -> pl.DataFrame:
-    """Return rollouts (ROLLOUTS, none waiting) without a final root that have been silent for long enough.
+    """Decide on every rollout without a final root: return ROLLOUTS; those that have not been silent for long enough wait.
 
     Args:
         rootless: of `rollouts_of`.
@@ -114,21 +114,22 @@ def silent_rollouts(
         pl.duration(milliseconds=round(seconds * 1000)) for seconds in (spec.incomplete_after_seconds, 0 if force else spec.quiet_seconds)
     )
     announced = pl.col("Announced")
+    silent_at = last + pl.when(announced | pl.col("HasOpenSpan")).then(long_silence).otherwise(short_silence)
+    ended = pl.when(announced).then(pl.lit(Verdict.INCOMPLETE.value)).otherwise(pl.lit(Verdict.COMPLETE.value))
     return conform(
         _gather(rootless)
         .join(open_traces, on=ROLLOUT)
         .join(seen, on="RolloutId", how="left")
         .join(known, on=ROLLOUT, how="left")
         .filter(~pl.col("Final").fill_null(False))
-        .filter(now - last >= pl.when(announced | pl.col("HasOpenSpan")).then(long_silence).otherwise(short_silence))
         .with_columns(
             pl.col("GroupId", "TaskId").fill_null(""),
             pl.col("GroupSize").fill_null(0),
             Mode=pl.when(announced).then("Mode").otherwise(pl.lit(Mode.PRODUCTION.value)),
-            Verdict=pl.when(announced).then(pl.lit(Verdict.INCOMPLETE.value)).otherwise(pl.lit(Verdict.COMPLETE.value)),
+            Verdict=pl.when(silent_at <= now).then(ended).otherwise(pl.lit(Verdict.WAITING.value)),
             Detail=pl.when(announced).then(pl.lit(NO_ROOT)).otherwise(pl.lit("")),
             SpanId=pl.lit(""),
-            ChangesAt=pl.lit(None, MICROSECONDS),
+            ChangesAt=pl.when(silent_at > now).then(silent_at),
             LastArrival=last,
             Rows=pl.max_horizontal("Rows", "RowsOfTraces"),
             Calls=pl.lit(None, pl.UInt32),
