@@ -64,7 +64,8 @@ def measure(directory: Path, slots: int, mean_seconds: float, seconds: float) ->
     figures |= {"of_slots": round(rates[1] / most, 3), "calibration_ms": calibration()}
     ratio = {f"linear_{workers}": round(rates[workers] / (workers * rates[1]), 3) for workers in WORKERS[1:] if rates[1]}
     lost = sum(count for state, count in states.items() if state is not RolloutState.SUCCEEDED)
-    return {"ours": figures, "peer": {}, "ratio": ratio, "checked": {"not_succeeded": lost, "none_measured": sum(rate == 0 for rate in rates.values())}}
+    checked = {"not_succeeded": lost, "none_measured": sum(rate == 0 for rate in rates.values())}
+    return {"ours": figures, "peer": {}, "ratio": ratio, "checked": checked}
 
 
 async def _rates(
