@@ -114,8 +114,6 @@ def command(settings: Settings, model: Path) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         # Sampling parameters that a client leaves out are vLLM's own, not the model directory's.
         "--generation-config": "vllm",
-        # The gateway asks these twice a second.
-        "--disable-access-log-for-endpoints": "/health,/spangrad/info",
         "--middleware": f"{_PLUGIN}.middleware.SpangradMiddleware",
         "--worker-extension-cls": f"{_PLUGIN}.worker.SpangradWorker",
     }
@@ -129,7 +127,11 @@ def command(settings: Settings, model: Path) -> list[str]:
             options["--api-server-count"] = "1"
     if engine.transfer:
         options["--weight-transfer-config"] = json.dumps({"backend": TRANSFER_BACKENDS[engine.transfer]})
-    flags = [*(["--enforce-eager"] if engine.enforce_eager else []), *(["--enable-lora"] if engine.lora_rank else [])]
+    flags = [
+        "--disable-uvicorn-access-log",  # a line for each call: spans have what it says, and the log would grow with them
+        *(["--enforce-eager"] if engine.enforce_eager else []),
+        *(["--enable-lora"] if engine.lora_rank else []),
+    ]
     start = [str(vllm_python(engine).absolute()), "-m", f"{_PLUGIN}.launch", "serve", str(model)]
     return [*start, *(word for option in options.items() for word in option), *flags, *engine.extra_args]
 

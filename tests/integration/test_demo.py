@@ -83,6 +83,7 @@ def test_demo_short_run_accounts_for_every_call(tmp_path: Path, gateway: str) ->
     engine_log = (run / "logs" / "engine.log").read_text()
     assert "(EngineCore pid=" in engine_log
     assert "(Worker pid=" not in engine_log, "the worker is a process of its own, which imports vLLM once more"
+    assert "POST /v1/" not in engine_log, "it grows with the calls"
     lineage = "SELECT DISTINCT Version, SpanId FROM spangrad.lineage WHERE Version = (SELECT max(Version) FROM spangrad.policy_versions)"
     asked = [sys.executable, "-m", "spangrad", "sql", "--config", str(run / "spangrad.toml"), lineage]
     answer = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)

@@ -51,10 +51,9 @@ def test_engine_command_has_arguments_of_training(model: Path, tmp_path: Path) -
         *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", "9", "--dtype", "float32"),
         *("--hf-overrides", '{"head_dtype": "float32"}', "--max-model-len", "128"),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-        *("--disable-access-log-for-endpoints", "/health,/spangrad/info"),
         *("--middleware", "gateway.vllm_plugin.middleware.SpangradMiddleware"),
         *("--worker-extension-cls", "gateway.vllm_plugin.worker.SpangradWorker"),
-        *("--kv-cache-memory-bytes", "1024", "--enforce-eager", "--seed", "1"),
+        *("--kv-cache-memory-bytes", "1024", "--disable-uvicorn-access-log", "--enforce-eager", "--seed", "1"),
     ]
 
 
