@@ -5,7 +5,10 @@ In: a service. Out: its process. Invariant: a process ends with the process of t
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from spangrad.errors import SpangradError
@@ -16,6 +19,8 @@ from spangrad.supervisor.service import ServiceSpec
 
 _LOG_BYTES = 1 << 18
 """Bytes at the end of a log in which the cause of a failure is searched."""
+_KEPT_BYTES = 32 << 20
+"""Size of a log in bytes beyond which it is rotated."""
 
 
 class ServiceProcess(Protocol):
@@ -48,6 +53,10 @@ class ServiceProcess(Protocol):
 
     def log_end(self) -> str:
         """Return the end of the log that it has written since its start."""
+        ...
+
+    def rotate_log(self) -> None:
+        """Move the text of a log that has grown large to a file beside it, which replaces the one before."""
         ...
 
     def ask_to_end(self) -> None:
@@ -100,6 +109,21 @@ class LocalProcess(Child):
                 return log.read().decode(errors="replace")
         except OSError as error:  # it was moved or deleted
             return f"its log cannot be read ({error.strerror})"
+
+    def rotate_log(self) -> None:
+        """Move the text of a log that has grown large to a file beside it, which replaces the one before.
+
+        The service and its children keep the log open and append to it, so that the file stays and loses its text: a line that is written
+        between the end of the copy and the cut is lost.
+        """
+        with suppress(OSError):  # it was moved or deleted, or the disk is full
+            if self.log.stat().st_size <= _KEPT_BYTES:
+                return
+            try:
+                shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+            finally:
+                os.truncate(self.log, 0)
+                self._log_start = 0
 
 
 def launch_without_settings(service: ServiceSpec) -> LocalProcess:

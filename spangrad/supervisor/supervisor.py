@@ -155,6 +155,7 @@ class Supervisor:
             elif self._is_due(supervised):
                 self._spawn(supervised)
             elif process:
+                process.rotate_log()
                 supervised.holder = process.holder
                 self._check_health(supervised, process)
         self.were_ready = self.were_ready or self.are_ready

@@ -20,7 +20,7 @@ import pytest
 from spangrad.errors import SpangradError
 from spangrad.leases import holder_of, shown, this_process
 from spangrad.processes import free_ports, own_command, wait_until
-from spangrad.supervisor import run_directory
+from spangrad.supervisor import launcher, run_directory
 from spangrad.supervisor.run_directory import RunDirectory, fresh_directory, owner_of, status_of
 from spangrad.supervisor.service import RestartPolicy, ServiceSpec
 from spangrad.supervisor.supervisor import Supervisor
@@ -211,6 +211,24 @@ def test_supervisor_service_whose_log_is_truncated_or_deleted_is_restarted(tmp_p
         go.touch()
         poll_until(supervisor, lambda: states(supervisor)["build"] == "restarting")
         assert supervisor.status()[0]["cause"] == cause
+
+
+def test_supervisor_service_whose_log_grows_keeps_two_files_of_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "_KEPT_BYTES", 30)
+    log, before = tmp_path / "build.log", tmp_path / "build.log.1"
+    lines = [f"line {number:04}\n" for number in range(9)]
+    # It writes when the supervisor has looked at what is there: nothing is lost.
+    script = f"import sys\nsys.stdin = open('go')\nfor line in {lines!r}: input(); print(line, end='', flush=True)\ninput()"
+    os.mkfifo(tmp_path / "go")
+    with Supervisor([ServiceSpec("build", (sys.executable, "-c", script), log)], lambda text: None, policy=QUICK) as supervisor:
+        supervisor.start(30)
+        with (tmp_path / "go").open("w", buffering=1) as go:
+            for line in lines:
+                go.write("\n")
+                wait_until(lambda line=line: line in log.read_text(), 30, "the line")
+                supervisor.poll()
+    assert (before.read_text(), log.read_text()) == ("".join(lines[4:8]), lines[8])
 
 
 def foreign_server(url: str) -> ThreadingHTTPServer:

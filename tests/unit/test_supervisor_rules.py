@@ -179,6 +179,9 @@ class RemoteProcess:
     def log_end(self) -> str:
         return self._log
 
+    def rotate_log(self) -> None:
+        pass
+
     def ask_to_end(self) -> None:
         pass
 
