@@ -13,14 +13,14 @@ import os
 import shutil
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from spangrad.errors import JSON_ERRORS, SpangradError
-from spangrad.leases import is_dead, is_here, shown, this_process
-from spangrad.processes import lock_alone, make_private
+from spangrad.leases import is_dead, is_here, pid_of, shown, this_process
+from spangrad.processes import kill_group, lock_alone, make_private
 from spangrad.supervisor.service import ServiceState
 
 LOCK = ".spangrad-run"
@@ -29,7 +29,7 @@ CLEARED = ".spangrad-cleared"
 """Name of the file that marks a directory whose files are all of a run that may clear it: `spangrad up` keeps those that it finds."""
 STATUS = "status.json"
 PREDECESSOR_SECONDS = 15.0
-"""Time beyond the longest grace of the services of an owner that was killed, in seconds, in which they must have ended."""
+"""Time in seconds in which services of an owner that was killed must have ended once they are killed."""
 _LOCK_SECONDS = 0.5
 """Time in which a lock that is no owner's is released, in seconds: `owner_of` locks the file for a moment."""
 _POLL_SECONDS = 0.05
@@ -87,25 +87,31 @@ class RunDirectory:
             self._lock.close()
 
     def _await_predecessors(self) -> None:
-        """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports."""
+        """Wait until the services of an owner that was killed have ended, as the kernel told them to; until then they hold their ports.
+
+        Their grace is as long as the owner would have given them, and then they are killed, too.
+        """
         # Of another boot, container or machine, none has a port or a process of this one.
         running = [service for service in _status(self.path)["services"] if is_here(service.get("holder", ""))]
         # An interrupted wait leaves them to the next owner.
         self.publish({"services": [{**service, "state": ServiceState.STOPPING} for service in running], "ready": False})
         self.require_published()
-        seconds = PREDECESSOR_SECONDS + max((service["grace_seconds"] for service in running), default=0.0)
-        end = time.monotonic() + seconds
+        grace = time.monotonic() + max((service["grace_seconds"] for service in running), default=0.0)
         logged = False
         while running := [service for service in running if not is_dead(service["holder"])]:
             names = ", ".join(f"{service['name']} ({shown(service['holder'])})" for service in running)
             if not logged:
                 logger.warning("waiting for services of an earlier run in %s, which was killed: %s", self.path, names)
                 logged = True
-            if time.monotonic() > end:
+            if time.monotonic() > grace + PREDECESSOR_SECONDS:
                 raise SpangradError(
-                    f"services of an earlier run in {self.path}, which was killed, have not ended after {seconds:g} s: {names}."
-                    " Stop these processes with `kill`, or name another directory."
+                    f"services of an earlier run in {self.path}, which was killed, do not end: {names}. Stop these processes with"
+                    " `kill -9`, or name another directory."
                 )
+            if time.monotonic() > grace:
+                for service in running:
+                    with suppress(PermissionError):  # it is another user's
+                        kill_group(pid_of(service["holder"]))
             time.sleep(_POLL_SECONDS)
         (self.path / STATUS).unlink(missing_ok=True)
 

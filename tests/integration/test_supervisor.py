@@ -348,7 +348,7 @@ with RunDirectory(Path({str(tmp_path)!r})) as run:
     assert status_of(tmp_path) is None
 
 
-def killed_run(directory: Path, service: str) -> int:
+def killed_run(directory: Path, service: str, grace_seconds: float = 120) -> int:
     """Have a supervisor run a service, and kill the supervisor alone once the service is `PREPARED`; return the service's process."""
     script = f"""
 import sys, time
@@ -361,7 +361,8 @@ from spangrad.supervisor.supervisor import Supervisor
 directory = Path({str(directory)!r})
 prepared = directory / "prepared"
 command = (sys.executable, "-c", {service!r}, str(prepared))
-with RunDirectory(directory) as run, Supervisor([ServiceSpec("gateway", command, directory / "log", grace_seconds=0)], print) as supervisor:
+gateway = ServiceSpec("gateway", command, directory / "log", grace_seconds={grace_seconds})
+with RunDirectory(directory) as run, Supervisor([gateway], print) as supervisor:
     supervisor.start(120)
     wait_until(prepared.exists, 120, "the service's signal handler")
     run.publish({{"services": supervisor.status(), "ready": True}})
@@ -407,23 +408,31 @@ def test_up_interrupted_while_it_waits_for_a_killed_run_leaves_it_to_the_next(tm
         raise KeyboardInterrupt
 
     try:
-        with monkeypatch.context() as patch:
-            patch.setattr("spangrad.supervisor.run_directory.time.sleep", interrupt)
+        monkeypatch.setattr("spangrad.supervisor.run_directory.time.sleep", interrupt)
+        for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 RunDirectory(tmp_path).__enter__()
-        assert owner_of(tmp_path) is None
-        monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
-        with pytest.raises(SpangradError, match=rf"gateway \(process {service} on "):
-            RunDirectory(tmp_path).__enter__()
+            assert owner_of(tmp_path) is None
     finally:
         os.kill(service, signal.SIGKILL)
 
 
-def test_up_names_service_of_killed_run_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = killed_run(tmp_path, STUBBORN)
+def test_up_kills_service_of_killed_run_that_does_not_end_in_its_grace(tmp_path: Path) -> None:
+    service = killed_run(tmp_path, STUBBORN, grace_seconds=0)
+    with RunDirectory(tmp_path):
+        assert not runs(service)
+
+
+def test_up_names_service_of_killed_run_that_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = killed_run(tmp_path, STUBBORN, grace_seconds=0)
+
+    def refuse(leader: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
     monkeypatch.setattr(run_directory, "PREDECESSOR_SECONDS", 0.2)
+    monkeypatch.setattr(run_directory, "kill_group", refuse)
     try:
-        with pytest.raises(SpangradError, match=rf"have not ended after 0\.2 s: gateway \(process {service} on .*Stop these processes"):
+        with pytest.raises(SpangradError, match=rf"do not end: gateway \(process {service} on .*Stop these processes with `kill -9`"):
             RunDirectory(tmp_path).__enter__()
         assert owner_of(tmp_path) is None
     finally:
