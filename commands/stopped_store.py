@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from spangrad.errors import StoreError
+from spangrad.errors import SpangradError, StoreError
 from spangrad.http.json_http import status_of
 from spangrad.http.service import without_userinfo
 from spangrad.processes import LOOPBACK
@@ -28,35 +29,51 @@ from spangrad.store.clickhouse import connect, store_errors
 if TYPE_CHECKING:
     from clickhouse_connect.driver.client import Client
 
+_START_SECONDS = 15.0
+"""Time in which a store that has opened its data must answer, in seconds."""
+_POLL_SECONDS = 0.2
+
 
 @contextmanager
 def answering_store(store: StoreSettings) -> Generator[StoreSettings]:
     """Yield the settings of the running store, or of one that is opened on the data of a stopped store.
 
     Raises:
-        StoreError: no store runs and there is no data to open, or another process has the data open.
+        StoreError: no store runs and there is no data to open, or another process has the data open, and does not answer in time.
     """
     from collector.database import user_of
 
-    if _listens(store.url):
-        yield store
-        return
     shown_url = without_userinfo(store.url)
-    if urlsplit(store.url).hostname not in LOOPBACK:
-        raise StoreError(f"no span store answers at {shown_url}. Start it there, or set store.url to the one that you mean.")
-    stopped = [path for path in (store.path, Path("runs/demo/store")) if path.is_dir()]
-    if not stopped:
-        raise StoreError(
-            f"no span store answers at {shown_url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
-        )
-    if user := user_of(stopped[0]):
-        raise StoreError(
-            f"no span store answers at {shown_url}: process {user} has {stopped[0]} open, and answers elsewhere."
-            " Set store.url to where it does."
-        )
-    print(f"no store answers at {shown_url}: opening {stopped[0]} until this command ends", file=sys.stderr)
-    with own_store(stopped[0], store) as opened:
-        yield opened
+    end, waiting = time.monotonic() + _START_SECONDS, False
+    while not _listens(store.url):
+        if urlsplit(store.url).hostname not in LOOPBACK:
+            raise StoreError(f"no span store answers at {shown_url}. Start it there, or set store.url to the one that you mean.")
+        stopped = next((path for path in (store.path, Path("runs/demo/store")) if path.is_dir()), None)
+        if stopped is None:
+            raise StoreError(
+                f"no span store answers at {shown_url}, and {store.path} holds no data. Start one with `spangrad store`, or set store.url."
+            )
+        if not (user := user_of(stopped)):
+            print(f"no store answers at {shown_url}: opening {stopped} until this command ends", file=sys.stderr)
+            with ExitStack() as opening:
+                try:
+                    opened = opening.enter_context(own_store(stopped, store))
+                except SpangradError:
+                    if not user_of(stopped):
+                        raise
+                    continue  # a store that started meanwhile was first
+                yield opened
+                return
+        if time.monotonic() > end:
+            raise StoreError(
+                f"no span store answers at {shown_url}: process {user} has {stopped} open, and answers elsewhere."
+                " Set store.url to where it does, or stop that process."
+            )
+        if not waiting:
+            print(f"waiting for process {user}, which has {stopped} open, to answer at {shown_url}", file=sys.stderr)
+            waiting = True
+        time.sleep(_POLL_SECONDS)
+    yield store
 
 
 @contextmanager

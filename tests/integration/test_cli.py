@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
+import time
 from contextlib import closing
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
 
+from collector.database import user_of
+from commands import stopped_store
 from commands.demo.settings import demo_settings, write_settings
 from commands.options import flag_values
-from commands.stopped_store import own_store
+from commands.stopped_store import answering_store, own_store
 from spangrad.cli import app
-from spangrad.errors import SettingsError
+from spangrad.errors import SettingsError, StoreError
 from spangrad.http.json_http import status_of
 from spangrad.processes import free_ports
 from spangrad.settings import StoreSettings
@@ -290,16 +297,44 @@ def test_sql_command_with_empty_result_prints_no_rows(tmp_path: Path) -> None:
     assert (answer.returncode, answer.stdout) == (0, "no rows\n"), answer.stderr
 
 
-def test_sql_command_while_store_answers_elsewhere_leaves_data_alone(tmp_path: Path) -> None:
-    data = tmp_path / "data" / "store"
-    data.mkdir(parents=True)
-    with (data / "owner").open("w") as owner:
+def test_store_that_answers_elsewhere_is_refused_with_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moments, pauses = itertools.count(), list[float]()
+    monkeypatch.setattr(stopped_store, "time", SimpleNamespace(monotonic=lambda: next(moments), sleep=pauses.append))
+    with (tmp_path / "owner").open("w") as owner:
         print(os.getpid(), file=owner, flush=True)
         fcntl.flock(owner, fcntl.LOCK_EX)
-        answer = spangrad("sql", "SELECT 1", "--set", "store.url=http://127.0.0.1:9", cwd=tmp_path)
-    sentence = f"process {os.getpid()} has data/store open, and answers elsewhere. Set store.url to where it does."
-    assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
-    assert sentence in answer.stderr
+        with (
+            pytest.raises(StoreError, match=f"process {os.getpid()} has {tmp_path} open, and answers elsewhere. Set store.url to where"),
+            answering_store(StoreSettings(url="http://127.0.0.1:9", path=tmp_path)),
+        ):
+            pass
+    assert capsys.readouterr().err == f"waiting for process {os.getpid()}, which has {tmp_path} open, to answer at http://127.0.0.1:9\n"
+
+
+def test_store_that_opens_its_data_at_the_same_time_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    settings, servers, owners = StoreSettings(url=f"http://127.0.0.1:{port}", path=tmp_path), list[ThreadingHTTPServer](), list[str]()
+
+    def not_yet(path: Path) -> str:
+        owners.append(user_of(path) if owners else "")
+        return owners[-1]
+
+    def start(seconds: float) -> None:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", port), SimpleHTTPRequestHandler))
+        Thread(target=servers[0].serve_forever, daemon=True).start()
+
+    monkeypatch.setattr("collector.database.user_of", not_yet)
+    monkeypatch.setattr(stopped_store, "time", SimpleNamespace(monotonic=time.monotonic, sleep=start))
+    with (tmp_path / "owner").open("w") as owner:
+        print(os.getpid(), file=owner, flush=True)
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with answering_store(settings) as store:
+            assert store is settings
+    assert owners == ["", str(os.getpid()), str(os.getpid())]
+    servers[0].shutdown()
+    servers[0].server_close()
 
 
 def test_sql_command_prints_text_without_markup(tmp_path: Path) -> None:
