@@ -47,9 +47,9 @@ def arguments_of(recipe: Recipe, words: Sequence[str] | None = None) -> argparse
     parser.add_argument("--method", choices=METHODS, default="full", help="train all weights, or adapters")
     parser.add_argument("--train", default=recipe.train, help="data set that is trained on")
     parser.add_argument("--held-out", default=recipe.held_out, help="data set of held_out.jsonl")
-    parser.add_argument("--rows", type=int, help="take so many rows of each data set at most")
+    parser.add_argument("--rows", type=_count, help="take so many rows of each data set at most")
     parser.add_argument("--directory", type=Path, default=Path("runs") / recipe.name, help="the run's files")
-    parser.add_argument("--steps", type=int, help="end once so many versions are served; default: never, with --tiny 1")
+    parser.add_argument("--steps", type=_count, help="end once so many versions are served; default: never, with --tiny 1")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="value of any setting of spangrad")
     parser.add_argument("--prepare", action="store_true", help="write settings and tasks, and start nothing")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model and small made data, on a CPU")
@@ -58,6 +58,13 @@ def arguments_of(recipe: Recipe, words: Sequence[str] | None = None) -> argparse
     if arguments.model is None and not arguments.tiny:
         parser.error("--model is not given. Name the directory of an instruct model, or try the recipe with --tiny.")
     return arguments
+
+
+def _count(text: str) -> int:
+    """Read a number from 1: 0 steps would be a run without an end, and a negative number of rows would leave out as many."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1. Give one, or leave the option out.")
+    return int(text)
 
 
 def main(recipe: Recipe) -> None:

@@ -92,6 +92,13 @@ def test_recipe_file_alone_loads_as_settings(recipe: Recipe) -> None:
     assert (FILES / recipe.name / "README.md").exists()
 
 
+@pytest.mark.parametrize("words", [("--rows", "0"), ("--rows", "-2"), ("--steps", "0"), ("--steps", "many")])
+def test_recipe_arguments_without_a_number_from_1_are_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        arguments_of(MATH, ["--tiny", "=".join(words)])
+    assert f"argument {words[0]}: {words[1]!r} is no number from 1. Give one, or leave the option out." in capsys.readouterr().err
+
+
 def test_recipe_services_have_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = arguments_of(MUSIQUE, ["--model", str(tmp_path), "--size", "32b", "--method", "lora"])
