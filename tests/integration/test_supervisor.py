@@ -228,7 +228,7 @@ def test_supervisor_service_whose_log_grows_keeps_two_files_of_its_end(tmp_path:
                 go.write("\n")
                 wait_until(lambda line=line: line in log.read_text(), 30, "the line")
                 supervisor.poll()
-    assert (before.read_text(), log.read_text()) == ("".join(lines[4:8]), lines[8])
+            assert (before.read_text(), log.read_text()) == ("".join(lines[4:8]), lines[8])
 
 
 def foreign_server(url: str) -> ThreadingHTTPServer:
